@@ -1,0 +1,282 @@
+"""What goes down into a forward pass, and what goes along from layer to layer.
+
+`ForwardContext` is the same for every layer of a half: positions, layouts, the store. `Shared`
+is handed from layer to layer and returned: main KV, the selection, the candidate pool, each
+tagged with the layer that made it. Nothing is published through a global.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cedar.config.plan import LayerPlan
+from cedar.ops import Ops, widen
+from cedar.ops.sparse_attention import Rows
+
+__all__ = [
+    "Candidates",
+    "ForwardContext",
+    "GroupLayout",
+    "KVStore",
+    "LayerStats",
+    "MainKV",
+    "Probe",
+    "Rotary",
+    "Selection",
+    "Shared",
+    "Streams",
+    "TrainSignals",
+]
+
+
+class KVStore(Protocol):
+    """What a model needs from a cache; slots are sequences, layers count draft blocks too."""
+
+    def length(self, slot: int) -> int:
+        """Tokens of the sequence that went through the encoder."""
+
+    def advance(self, slot: int, tokens: int) -> None:
+        """Count ``tokens`` more as stored; called once, at the end of a forward pass."""
+
+    def window(self, layer: int, slot: int) -> Tensor:
+        """The newest window KV ``[≤ window, H]``, oldest first."""
+
+    def extend_window(self, layer: int, slot: int, rows_TH: Tensor) -> None:
+        """Append window KV."""
+
+    def residue(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Compressor values and gates ``[g, H]`` of the unfinished group, float32."""
+
+    def set_residue(self, layer: int, slot: int, kv: Tensor, gate: Tensor) -> None:
+        """Replace the unfinished group."""
+
+    def extend_main(self, layer: int, slot: int, rows_SH: Tensor, keys_SJ: Tensor) -> None:
+        """Append finished entries and their index keys."""
+
+    def main(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All stored entries ``[R, H]`` and index keys ``[R, J]``, every sequence's together."""
+
+    def main_range(self, layer: int, slot: int) -> tuple[int, int]:
+        """First row of the sequence in ``main`` and how many entries it has."""
+
+    def history(self, slot: int) -> Tensor:
+        """Engram classes of the newest tokens, int64 ``[max_ngram − 1]``, −1 for none."""
+
+    def set_history(self, slot: int, classes: Tensor) -> None:
+        """Replace the n-gram history."""
+
+
+class Probe(Protocol):
+    """An observer of intermediate values, by name (see `docs/probes.md`)."""
+
+    def wants(self, name: str) -> bool:
+        """Whether ``name`` is worth computing when it is not needed otherwise."""
+
+    def record(self, name: str, value: Tensor) -> None:
+        """Take a value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSignals:
+    """What training wants beside the logits.
+
+    index_loss: the indexer's KL loss; index_dense: over all visible entries, as in a warm-up.
+    balance_loss: the sequence-wise balance loss of the router.
+    checkpoint: recompute every layer in the backward pass instead of keeping activations.
+    """
+
+    index_loss: bool = False
+    index_dense: bool = False
+    balance_loss: bool = False
+    checkpoint: bool = False
+
+
+class LayerStats(NamedTuple):
+    """What a layer reports to the trainer; loads count tokens per expert, by modality."""
+
+    layer: int
+    load_text_E: Tensor
+    load_image_E: Tensor
+    index_loss: Tensor | None
+    balance_loss: Tensor | None
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines ``[T, r/2]`` of the rows' positions."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class GroupLayout(NamedTuple):
+    """How the tokens of a batch form compression groups of one ratio.
+
+    rows_GR: for each finished group its tokens, as rows of "every sequence's residue, then its
+    new tokens"; counts: finished groups per sequence; rotary: of the groups' first positions.
+    """
+
+    rows_GR: Tensor
+    counts: tuple[int, ...]
+    rotary: Rotary
+
+
+class MainKV(NamedTuple):
+    """Global entries and index keys of one KV source, as rows of one storage."""
+
+    layer: int
+    rows_RH: Tensor
+    keys_RJ: Tensor
+    first: tuple[int, ...]  # first row of each sequence of the batch
+    counts: tuple[int, ...]  # entries of each sequence
+    first_T: Tensor  # first row of each packed token's sequence
+
+    def select(self, entries_TK: Tensor) -> Rows:
+        """Entry numbers within sequences (−1 absent) as rows of the storage."""
+        return Rows(
+            self.rows_RH,
+            torch.where(entries_TK >= 0, entries_TK + self.first_T.unsqueeze(1), -1),
+        )
+
+
+class Selection(NamedTuple):
+    """Entries that each query attends to: ascending numbers ``[T, K]``, −1 padded."""
+
+    layer: int
+    entries_TK: Tensor
+
+
+class Candidates(NamedTuple):
+    """Blocks that later index sources search: ascending numbers ``[T, blocks]``, −1 padded."""
+
+    layer: int
+    blocks_TB: Tensor
+    block_size: int
+
+    @property
+    def capacity(self) -> int:
+        """Entries of a full pool."""
+        return self.blocks_TB.shape[1] * self.block_size
+
+    def entries(self, visible_T: Tensor) -> Tensor:
+        """The pool's visible entries ``[T, capacity]``, −1 where absent."""
+        offsets = torch.arange(self.block_size, device=self.blocks_TB.device)
+        entries = (self.blocks_TB.unsqueeze(2) * self.block_size + offsets).flatten(1)
+        known = self.blocks_TB.repeat_interleave(self.block_size, dim=1) >= 0
+        return torch.where(known & (entries < visible_T.unsqueeze(1)), entries, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Cross-layer state, handed along. Readers ask by the number their plan names."""
+
+    main: MainKV | None = None
+    selection: Selection | None = None
+    candidates: Candidates | None = None
+
+    def main_for(self, plan: LayerPlan) -> MainKV:
+        if self.main is None or self.main.layer != plan.kv_source:
+            raise _wrong_source(plan, "main KV", plan.kv_source, self.main)
+        return self.main
+
+    def selection_for(self, plan: LayerPlan) -> Selection:
+        if self.selection is None or self.selection.layer != plan.topk_source:
+            raise _wrong_source(plan, "selection", plan.topk_source, self.selection)
+        return self.selection
+
+    def candidates_for(self, plan: LayerPlan) -> Candidates | None:
+        if plan.candidate_source is None:
+            return None
+        if self.candidates is None or self.candidates.layer != plan.candidate_source:
+            raise _wrong_source(plan, "candidates", plan.candidate_source, self.candidates)
+        return self.candidates
+
+
+def _wrong_source(
+    plan: LayerPlan, what: str, wanted: int | None, found: MainKV | Selection | Candidates | None
+) -> RuntimeError:
+    got = "nothing" if found is None else f"those of layer {found.layer}"
+    return RuntimeError(
+        f"layer {plan.index} reads the {what} of layer {wanted}, but was handed {got}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Residual streams ``[T, C, D]`` and the pending input mix ``[T, C]`` (float32)."""
+
+    x_TCD: Tensor
+    mix_TC: Tensor
+
+    @classmethod
+    def fresh(cls, x_TD: Tensor, count: int) -> "Streams":
+        """Every stream a copy of the embedding; the first input mix reads stream 0 alone."""
+        mix = torch.zeros((len(x_TD), count), dtype=widen(x_TD).dtype, device=x_TD.device)
+        mix[:, 0] = 1.0
+        return cls(x_TD.unsqueeze(1).expand(-1, count, -1), mix)
+
+    def collapse(self, ops: Ops) -> Tensor:
+        """The next sublayer's input before its norm: ``Σ_j mix_j x_j``."""
+        return ops.mhc_collapse(self.x_TCD, self.mix_TC)
+
+    def rows(self, index: Tensor) -> "Streams":
+        """The streams of some tokens."""
+        return Streams(self.x_TCD[index], self.mix_TC[index])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardContext:
+    """Everything about a batch that layers need and that does not change between them.
+
+    positions_T, sequence_T: place of each packed token in its sequence, and which sequence.
+    bounds, starts: packed rows of each sequence; tokens it has stored before these.
+    window_past: window rows that the store contributes, per sequence.
+    window_slots_TW: window of each query, as rows of "per sequence: past rows, then new rows".
+    open_T: False on image-span tokens (None: text only).
+    """
+
+    ops: Ops
+    positions_T: Tensor
+    sequence_T: Tensor
+    bounds: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    slots: tuple[int, ...]
+    window_past: tuple[int, ...]
+    window_slots_TW: Tensor
+    rotary_window: Rotary
+    rotary_compressed: Rotary
+    groups: dict[int, GroupLayout]
+    open_T: Tensor | None = None
+    engram_ids: dict[int, Tensor] = field(default_factory=dict)
+    store: KVStore | None = None
+    probe: Probe | None = None
+    signals: TrainSignals | None = None
+
+    def rotary(self, plan: LayerPlan) -> Rotary:
+        """The rotary table of a layer's tokens: one for window layers, one for the others."""
+        return self.rotary_compressed if plan.compress_ratio else self.rotary_window
+
+    def visible_T(self, ratio: int) -> Tensor:
+        """Finished groups that each query sees: entry j iff ``(j + 1)·ρ ≤ t + 1``."""
+        return (self.positions_T + 1).div(ratio, rounding_mode="floor")
+
+    def record(self, name: str, value: Tensor) -> None:
+        """Show a value to the probe, if there is one."""
+        if self.probe is not None:
+            self.probe.record(name, value)
+
+    def window(self, layer: int, kv_TH: Tensor) -> Rows:
+        """Window rows of a layer: what the store remembers and the new ones; stores the new."""
+        store = self.store
+        if store is None:
+            return Rows(kv_TH, self.window_slots_TW)
+        parts = []
+        for (start, stop), slot, past in zip(
+            self.bounds, self.slots, self.window_past, strict=True
+        ):
+            if past:
+                parts.append(store.window(layer, slot)[-past:])
+            parts.append(kv_TH[start:stop])
+            store.extend_window(layer, slot, kv_TH[start:stop])
+        return Rows(torch.cat(parts), self.window_slots_TW)

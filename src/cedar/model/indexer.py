@@ -1,0 +1,148 @@
+"""The indexer: which entries a query attends to (sections 5 and 6).
+
+A selection carries no gradient. What trains the indexer is its own loss, so its inputs are
+detached: the loss reaches index queries, keys and weights and nothing else.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cedar.config.model import ModelConfig
+from cedar.config.plan import LayerPlan
+from cedar.model.context import Candidates, ForwardContext, MainKV, Selection, Shared
+from cedar.model.linear import BuildSpec, Linear, Norm
+from cedar.quant import FP4_ROW, FP8_BLOCK
+
+__all__ = ["IndexQuery", "Indexer"]
+
+_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
+
+
+class IndexQuery:
+    """Index queries ``[T, I, J]`` and head weights ``[T, I]`` of a batch."""
+
+    __slots__ = ("q_TIJ", "w_TI")
+
+    def __init__(self, q_TIJ: Tensor, w_TI: Tensor) -> None:
+        self.q_TIJ = q_TIJ
+        self.w_TI = w_TI
+
+
+class Indexer(nn.Module):
+    """Scores entries and selects among them; in full layers it makes the index keys too."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, spec: BuildSpec) -> None:
+        super().__init__()
+        self.ops = spec.ops
+        self.plan = plan
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.topk = config.index_topk
+        self.pool_blocks, self.pool_block = (
+            config.candidate_topk_blocks,
+            config.candidate_block_size,
+        )
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, FP8_BLOCK, spec)
+        self.weights_proj = Linear(config.dim, self.heads, None, spec)
+        if plan.has_compressor:
+            self.wk = Linear(config.head_dim, self.width, None, spec)
+            self.k_norm = Norm(self.width, config.norm_eps, spec)
+
+    def keys(self, latent_SH: Tensor, ctx: ForwardContext) -> Tensor:
+        """Index keys ``[S, J]`` of latents that are neither rotated nor quantised yet."""
+        rotary = ctx.groups[self.plan.compress_ratio].rotary
+        k = self.ops.rotate(self.k_norm(self.wk(latent_SH.detach())), *rotary)
+        return self.ops.cast(k, FP4_ROW)
+
+    def queries(self, x_TD: Tensor, c_q_TR: Tensor, ctx: ForwardContext) -> IndexQuery:
+        """Index queries and head weights of the batch's tokens."""
+        q = self.wq_b(c_q_TR.detach()).view(-1, self.heads, self.width)
+        q = self.ops.cast(self.ops.rotate(q, *ctx.rotary(self.plan)), FP4_ROW)
+        w = self.weights_proj(x_TD.detach()) * (self.width**-0.5 * self.heads**-0.5)
+        return IndexQuery(q, w)
+
+    @torch.no_grad()
+    def select(
+        self, query: IndexQuery, main: MainKV, shared: Shared, ctx: ForwardContext
+    ) -> tuple[Selection, Candidates | None]:
+        """The selection of every query and, at the candidate source, the new pool.
+
+        Queries are taken in chunks so that scores never exceed a fixed budget. A query whose
+        context is larger than the pool scores the pool's keys only.
+        """
+        pool = shared.candidates_for(self.plan)
+        visible_T = ctx.visible_T(self.plan.compress_ratio)
+        entries, blocks = [], []
+        for n, (start, stop) in enumerate(ctx.bounds):
+            last = (ctx.starts[n] + stop - start) // self.plan.compress_ratio
+            for chunk in self._chunks(start, stop, last, pool, query.q_TIJ.device):
+                # The newest query of the chunk sees this many entries, older ones fewer.
+                position = ctx.starts[n] + chunk.stop - start
+                seen = position // self.plan.compress_ratio
+                part = IndexQuery(query.q_TIJ[chunk], query.w_TI[chunk])
+                if pool is not None and seen > pool.capacity:
+                    inside = Candidates(pool.layer, pool.blocks_TB[chunk], pool.block_size)
+                    entries.append(self._search_pool(part, main, n, inside, visible_T[chunk]))
+                    continue
+                scores = self._scores(part, main, n, seen, visible_T[chunk])
+                entries.append(self.ops.select_entries(scores, self.topk))
+                if self.plan.builds_candidates:
+                    blocks.append(
+                        self.ops.select_blocks(
+                            scores, visible_T[chunk], self.pool_block, self.pool_blocks
+                        )
+                    )
+        selection = Selection(self.plan.index, torch.cat(entries))
+        if not self.plan.builds_candidates:
+            return selection, shared.candidates
+        return selection, Candidates(self.plan.index, torch.cat(blocks), self.pool_block)
+
+    def _chunks(
+        self, start: int, stop: int, entries: int, pool: Candidates | None, device: torch.device
+    ) -> list[slice]:
+        width = entries * self.heads
+        if pool is not None:
+            width = max(width, pool.capacity * (self.width + self.heads))
+        size = max(1, _CHUNK_ELEMENTS.get(device.type, 2**23) // max(width, 1))
+        return [slice(t, min(t + size, stop)) for t in range(start, stop, size)]
+
+    def _scores(
+        self, query: IndexQuery, main: MainKV, sequence: int, seen: int, visible_T: Tensor
+    ) -> Tensor:
+        """Scores ``[T, seen]`` of one sequence's entries, −∞ where not visible."""
+        first = main.first[sequence]
+        scores = self.ops.index_score(query.q_TIJ, query.w_TI, main.keys_RJ[first : first + seen])
+        hidden = torch.arange(seen, device=scores.device) >= visible_T.unsqueeze(1)
+        return scores.masked_fill(hidden, -torch.inf)
+
+    def _search_pool(
+        self, query: IndexQuery, main: MainKV, sequence: int, pool: Candidates, visible_T: Tensor
+    ) -> Tensor:
+        """Select inside the pool, touching the pool's keys only."""
+        entries = pool.entries(visible_T)
+        rows = entries.clamp_min(0) + main.first[sequence]
+        scores = self.ops.index_score_rows(query.q_TIJ, query.w_TI, main.keys_RJ, rows)
+        chosen = self.ops.select_entries(scores.masked_fill(entries < 0, -torch.inf), self.topk)
+        return torch.where(chosen >= 0, entries.gather(1, chosen.clamp_min(0)), -1)
+
+    @torch.no_grad()
+    def dense_scores(
+        self, query: IndexQuery, main: MainKV, shared: Shared, ctx: ForwardContext
+    ) -> Tensor:
+        """All scores ``[T, S]`` as the selection sees them: −∞ where hidden or outside the pool.
+
+        For probes only: the memory is quadratic.
+        """
+        visible_T = ctx.visible_T(self.plan.compress_ratio)
+        out = query.q_TIJ.new_full((len(visible_T), max(main.counts, default=0)), -torch.inf)
+        for n, (start, stop) in enumerate(ctx.bounds):
+            part = IndexQuery(query.q_TIJ[start:stop], query.w_TI[start:stop])
+            count = main.counts[n]
+            out[start:stop, :count] = self._scores(part, main, n, count, visible_T[start:stop])
+        pool = shared.candidates_for(self.plan)
+        if pool is not None:
+            entries = pool.entries(visible_T)
+            bin_column = out.shape[1]
+            inside = torch.zeros((len(out), bin_column + 1), dtype=torch.bool, device=out.device)
+            inside.scatter_(1, torch.where(entries >= 0, entries, bin_column), True)
+            out = out.masked_fill(~inside[:, :bin_column], -torch.inf)
+        return out

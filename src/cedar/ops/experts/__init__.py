@@ -1,0 +1,40 @@
+"""experts: the routed experts of a mixture (section 7)."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from cedar.quant import BlockFormat, QuantTensor
+
+__all__ = ["Experts", "Swiglu"]
+
+
+class Swiglu(Protocol):
+    """``swiglu(gate [..., F], up [..., F], limit) -> [..., F]`` float32.
+
+    ``silu(min(gate, limit)) ⊙ clamp(up, −limit, limit)``.
+    """
+
+    def __call__(self, gate: Tensor, up: Tensor, limit: float) -> Tensor: ...
+
+
+class Experts(Protocol):
+    """``experts(x [T, D], experts [T, A], weights [T, A], w1, w2, w3, ...) -> float32 [T, D]``.
+
+    ``w1, w3 [E, F, D]`` and ``w2 [E, D, F]`` are floating point or quantised per row. The routing
+    weight multiplies the activation BEFORE ``w2``; with ``input_format`` both inputs are cast to
+    it first. Sums over a token's experts are float32.
+    """
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        experts_TA: Tensor,
+        weights_TA: Tensor,
+        w1: Tensor | QuantTensor,
+        w2: Tensor | QuantTensor,
+        w3: Tensor | QuantTensor,
+        *,
+        limit: float,
+        input_format: BlockFormat | None,
+    ) -> Tensor: ...

@@ -1,0 +1,55 @@
+"""One expert after the other, over the tokens sorted by expert."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cedar.ops.linear.reference import linear
+from cedar.ops.precision import widen
+from cedar.quant import BlockFormat, QuantTensor, fake_quantize
+
+__all__ = ["experts", "swiglu"]
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return F.silu(widen(gate).clamp_max(limit)) * widen(up).clamp(-limit, limit)
+
+
+def experts(
+    x_TD: Tensor,
+    experts_TA: Tensor,
+    weights_TA: Tensor,
+    w1: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    w3: Tensor | QuantTensor,
+    *,
+    limit: float,
+    input_format: BlockFormat | None,
+) -> Tensor:
+    active = experts_TA.shape[1]
+    x = x_TD if input_format is None else fake_quantize(x_TD, input_format)
+    order = experts_TA.flatten().argsort(stable=True)
+    token = order.div(active, rounding_mode="floor")
+    weight = weights_TA.flatten()[order].unsqueeze(-1)
+    load = experts_TA.flatten().bincount(minlength=w1.shape[0]).tolist()
+    outputs = []
+    start = 0
+    for expert, count in enumerate(load):
+        if count == 0:
+            continue
+        here = slice(start, start + count)
+        start += count
+        rows = x[token[here]]
+        hidden = swiglu(linear(rows, _pick(w1, expert)), linear(rows, _pick(w3, expert)), limit)
+        hidden = (weight[here].to(hidden.dtype) * hidden).to(x.dtype)
+        if input_format is not None:
+            hidden = fake_quantize(hidden, input_format)
+        outputs.append(widen(linear(hidden, _pick(w2, expert))))
+    total = torch.zeros(x_TD.shape, dtype=widen(x_TD).dtype, device=x_TD.device)
+    return total.index_add(0, token, torch.cat(outputs)) if outputs else total
+
+
+def _pick(weight: Tensor | QuantTensor, expert: int) -> Tensor | QuantTensor:
+    if isinstance(weight, QuantTensor):
+        return QuantTensor(weight.codes[expert], weight.scale[expert], weight.format)
+    return weight[expert]

@@ -1,0 +1,17 @@
+"""rope: rotary embedding of the last channels, adjacent pairs (section 2)."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Rotate"]
+
+
+class Rotate(Protocol):
+    """``rotate(x [T, ..., H], cos [T, r/2], sin [T, r/2], inverse) -> [T, ..., H]``.
+
+    The last ``r`` channels are complex numbers in adjacent pairs, multiplied by
+    ``exp(±i·angle)`` of their row; the others pass through. float32, rounded once.
+    """
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor: ...

@@ -1,0 +1,47 @@
+"""sparse_attention: one softmax over window and global entries (section 3).
+
+Letters: ``T`` queries, ``N`` heads, ``H`` head width, ``R`` stored rows, ``K`` slots.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+__all__ = ["AttentionMass", "Rows", "SparseAttention"]
+
+
+class Rows(NamedTuple):
+    """Key = value rows and, for every query, which of them it sees.
+
+    rows ``[R, H]``; slots int64 ``[T, K]`` are row numbers, −1 for an empty slot. A row that is
+    named twice counts twice.
+    """
+
+    rows_RH: Tensor
+    slots_TK: Tensor
+
+
+class SparseAttention(Protocol):
+    """``sparse_attention(q [T, N, H], sources, sink [N], scale) -> [T, N, H]``.
+
+    ``softmax`` over all filled slots of all ``sources`` together, with the head's sink logit in
+    the denominator only; a query without any filled slot gives zeros. Scores and sums are
+    float32. In bfloat16 the exponentials are rounded before they meet the values, relative to a
+    running maximum over 64 slots at a time: that is the published kernels' rule, bit for bit.
+    """
+
+    def __call__(
+        self, q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float
+    ) -> Tensor: ...
+
+
+class AttentionMass(Protocol):
+    """``attention_mass(q [T, N, H], sources, sink [N], scale) -> float32 [T, K]``.
+
+    The probabilities that the slots of the LAST source receive in the joint softmax of
+    `SparseAttention`, summed over heads: the indexer's teacher. No gradient.
+    """
+
+    def __call__(
+        self, q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float
+    ) -> Tensor: ...
