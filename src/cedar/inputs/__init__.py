@@ -1,0 +1,1 @@
+"""What comes into a model: tokens, the n-gram token map, images."""
