@@ -62,7 +62,10 @@ class Engram(nn.Module):
     primes: Tensor
     offsets: Tensor
 
-    def __init__(self, config: ModelConfig, layer: int, spec: BuildSpec) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, spec: BuildSpec, table: EngramTable | None = None
+    ) -> None:
+        """``table`` stands outside the model (host memory, a file); None makes it a parameter."""
         super().__init__()
         self.ops = spec.ops
         self.layer = layer
@@ -71,9 +74,10 @@ class Engram(nn.Module):
         which = config.engram_layer_ids.index(layer)
         orders = config.engram_max_ngram_size - 1
         width = orders * config.engram_n_heads * config.engram_head_dim
-        self.embed: nn.Module = _DeviceTable(
-            config.engram_num_embeddings[which], config.engram_head_dim, spec
-        )
+        self.table = table
+        if table is None:
+            rows = config.engram_num_embeddings[which]
+            self.embed = _DeviceTable(rows, config.engram_head_dim, spec)
         self.wkv = Linear(width, (config.hc_mult + 1) * config.dim, FP8_BLOCK, spec)
         self.q_weight = new_parameter((config.hc_mult, config.dim), spec.dtype, spec.device)
         self.k_weight = new_parameter((config.hc_mult, config.dim), spec.dtype, spec.device)
@@ -97,7 +101,7 @@ class Engram(nn.Module):
         return self.ops.engram_hash(lookback_TN, self.multipliers, self.primes, self.offsets)
 
     def forward(self, streams: Streams, ctx: ForwardContext) -> Streams:
-        table: EngramTable = self.embed  # type: ignore[assignment]
+        table = self.embed if self.table is None else self.table
         rows = table.rows(ctx.engram_ids[self.layer]).flatten(1)
         kv = self.wkv(rows.to(streams.x_TCD.dtype))
         keys, value = kv.split((self.streams * self.dim, self.dim), dim=1)

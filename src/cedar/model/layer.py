@@ -7,7 +7,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.plan import LayerPlan
 from cedar.model.attention import Attention
 from cedar.model.context import ForwardContext, LayerStats, Shared, Streams
-from cedar.model.engram import Engram
+from cedar.model.engram import Engram, EngramTable
 from cedar.model.linear import BuildSpec, Norm, new_parameter
 from cedar.model.moe import MoE, balance_loss, router_stats
 from cedar.ops.mhc import MhcMix
@@ -67,9 +67,15 @@ class Block(nn.Module):
 class Layer(Block):
     """A backbone layer, built from one `LayerPlan`."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, spec: BuildSpec) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        spec: BuildSpec,
+        table: EngramTable | None = None,
+    ) -> None:
         super().__init__(config, plan, config.n_routed_experts, config.n_activated_experts, spec)
-        self.engram = Engram(config, plan.index, spec) if plan.engram else None
+        self.engram = Engram(config, plan.index, spec, table) if plan.engram else None
 
     def enter(self, streams: Streams, ctx: ForwardContext) -> Streams:
         """What happens before the block proper: the Engram write."""

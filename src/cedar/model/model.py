@@ -3,7 +3,7 @@
 Reading order: `config/plan.py`, `context.py`, `attention.py`, `layer.py`, this file.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from cedar.model.context import (
     TrainSignals,
 )
 from cedar.model.draft import DraftHead, DraftOutput, DraftProposal, MainStates
+from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.layer import Layer
 from cedar.model.layout import group_layout, lookback, positions, rotary, window_slots
@@ -68,6 +69,7 @@ class Model(nn.Module):
     token_map: int64 ``[V]``, the Engram class of every token (`cedar.inputs.ngrams`); needed
     where the configuration has Engram layers. dtype is that of the parameters, compute_dtype
     that of activations (default: the same); see `WeightStorage` for the quantised weights.
+    engram_tables: tables by layer that stand outside the model; the others are parameters.
     """
 
     frequencies_window: Tensor
@@ -85,6 +87,7 @@ class Model(nn.Module):
         device: torch.device | str | None = None,
         token_map: Tensor | None = None,
         trainable: bool = False,
+        engram_tables: Mapping[int, EngramTable] | None = None,
     ) -> None:
         super().__init__()
         place = None if device is None else torch.device(device)
@@ -102,7 +105,9 @@ class Model(nn.Module):
         backbone = [plan for plan in self.plan if plan.half is not Half.DRAFT]
         self.decoder_start = sum(plan.half is Half.ENCODER for plan in backbone)
         self.embed = Weight((config.vocab_size, config.dim), None, spec)
-        self.layers = nn.ModuleList(Layer(config, plan, spec) for plan in backbone)
+        self.layers = nn.ModuleList(
+            Layer(config, plan, spec, (engram_tables or {}).get(plan.index)) for plan in backbone
+        )
         self.norm = Norm(config.dim, config.norm_eps, spec)
         self.head = Weight((config.vocab_size, config.dim), None, spec)
         self.mtp = DraftHead(config, self.plan, spec) if config.n_mtp_layers else None

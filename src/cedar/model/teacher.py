@@ -31,40 +31,40 @@ def index_loss(
     warm-up, else the candidate pool where there is one, else the selection. Without any such
     query the loss is zero.
     """
-    entries = _supervised(main, shared, plan, ctx)
-    rows = main.select(entries)
-    mass = ops.attention_mass(
-        q_TNH.detach(),
-        (
-            Rows(window.rows_RH.detach(), window.slots_TK),
-            Rows(main.rows_RH.detach(), rows.slots_TK),
-        ),
-        sink_N.detach(),
-        scale,
-    )
-    known = entries >= 0
-    scored = known.sum(1) >= 2
-    teacher = mass / mass.sum(1, keepdim=True).clamp_min(1e-30)
-    scores = widen(
-        ops.index_score_rows(
-            index_query.q_TIJ, index_query.w_TI, main.keys_RJ, rows.slots_TK.clamp_min(0)
-        )
-    )
-    # A finite stand-in for −∞ keeps 0 · log 0 out of the gradient.
-    student = scores.masked_fill(~known, -1e30).log_softmax(1)
-    kl = torch.where(
-        known, teacher * (teacher.clamp_min(1e-30).log() - student), torch.zeros_like(student)
-    ).sum(1)
-    return (kl * scored).sum() / scored.sum().clamp_min(1)
-
-
-def _supervised(main: MainKV, shared: Shared, plan: LayerPlan, ctx: ForwardContext) -> Tensor:
-    """Entry numbers ``[T, M]``, −1 padded."""
+    q, sink = q_TNH.detach(), sink_N.detach()
     visible_T = ctx.visible_T(plan.compress_ratio)
+    window = Rows(window.rows_RH.detach(), window.slots_TK)
+    main = main._replace(rows_RH=main.rows_RH.detach())
+
+    def divergence(queries: slice, entries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over queries, and how many counted; ``entries`` and ``scores`` are ``[T, M]``."""
+        near = Rows(window.rows_RH, window.slots_TK[queries])
+        far = main._replace(first_T=main.first_T[queries]).select(entries)
+        mass = ops.attention_mass(q[queries], (near, far), sink, scale)
+        known = entries >= 0
+        counted = known.sum(1) >= 2
+        teacher = mass / mass.sum(1, keepdim=True).clamp_min(1e-30)
+        # A finite stand-in for −∞ keeps 0 · log 0 out of the gradient.
+        student = widen(scores).masked_fill(~known, -1e30).log_softmax(1)
+        kl = (teacher * (teacher.clamp_min(1e-30).log() - student)).masked_fill(~known, 0.0)
+        return (kl.sum(1) * counted).sum(), counted.sum()
+
     if ctx.signals is not None and ctx.signals.index_dense:
-        numbers = torch.arange(max(main.counts, default=0), device=visible_T.device)
-        return torch.where(numbers < visible_T.unsqueeze(1), numbers, -1)
+        parts = []
+        for n, (start, stop) in enumerate(ctx.bounds):
+            queries, first, count = slice(start, stop), main.first[n], main.counts[n]
+            numbers = torch.arange(count, device=visible_T.device)
+            entries = torch.where(numbers < visible_T[queries].unsqueeze(1), numbers, -1)
+            keys = main.keys_RJ[first : first + count]
+            scores = ops.index_score(index_query.q_TIJ[queries], index_query.w_TI[queries], keys)
+            parts.append(divergence(queries, entries, scores))
+        total = torch.stack([part for part, _ in parts]).sum()
+        counted = torch.stack([part for _, part in parts]).sum()
+        return total / counted.clamp_min(1)
+
     pool = shared.candidates_for(plan)
-    if pool is not None:
-        return pool.entries(visible_T)
-    return shared.selection_for(plan).entries_TK
+    entries = shared.selection_for(plan).entries_TK if pool is None else pool.entries(visible_T)
+    rows = main.select(entries).slots_TK.clamp_min(0)
+    scores = ops.index_score_rows(index_query.q_TIJ, index_query.w_TI, main.keys_RJ, rows)
+    total, counted = divergence(slice(None), entries, scores)
+    return total / counted.clamp_min(1)

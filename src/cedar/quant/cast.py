@@ -4,15 +4,15 @@ Every function works on the last dimension (and, for two-dimensional blocks, the
 tensor of any leading shape. Arithmetic is float32 whatever the input type, as in section 8.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cedar.quant.format import BlockFormat, Element, Scale
-from cedar.quant.tensor import QuantTensor, block_scales, expand_scales
+from cedar.quant.tensor import QuantTensor, from_blocks, to_blocks
 
 __all__ = ["fake_quantize", "quantize"]
-
-_TINY_EXPONENT = -127  # E8M0 byte 0
 
 
 def quantize(x: Tensor, fmt: BlockFormat) -> QuantTensor:
@@ -22,47 +22,52 @@ def quantize(x: Tensor, fmt: BlockFormat) -> QuantTensor:
     (E8M0), or the nearest E4M3 number. Elements are rounded to nearest even and clamped.
     NaN and infinity have no code: the caller has to keep them out.
     """
-    wide = x.detach().to(torch.float32)
-    stored, scale = _scales_of(wide, fmt)
-    normal = wide / expand_scales(scale, fmt, wide.shape)
-    normal = normal.clamp(-fmt.largest, fmt.largest)
+    blocks = to_blocks(x.detach().to(torch.float32), fmt)
+    stored, factor = _scales_of(blocks, fmt)
+    normal = (blocks / factor).clamp(-fmt.largest, fmt.largest)
+    scale = stored.squeeze(-1).squeeze(-2) if fmt.rows > 1 else stored.squeeze(-1)
     if fmt.element is Element.E4M3:
-        return QuantTensor(normal.to(torch.float8_e4m3fn), stored, fmt)
-    return QuantTensor(_pack(_e2m1_codes(normal)), stored, fmt)
+        codes = from_blocks(normal, fmt, x.shape).to(torch.float8_e4m3fn)
+        return QuantTensor(codes, scale, fmt)
+    return QuantTensor(_pack(_e2m1_codes(from_blocks(normal, fmt, x.shape))), scale, fmt)
 
 
 def fake_quantize(x: Tensor, fmt: BlockFormat) -> Tensor:
     """Quantise and dequantise ``x``, in its own type; the gradient passes straight through."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    single = wide.to(torch.float32)
-    _, scale = _scales_of(single, fmt)
-    factor = expand_scales(scale, fmt, single.shape)
-    normal = (single / factor).clamp(-fmt.largest, fmt.largest)
-    if fmt.element is Element.E4M3:
-        rounded = normal.to(torch.float8_e4m3fn).to(torch.float32)
-    else:
-        rounded = _round_to_e2m1(normal)
-    value = (rounded * factor).to(x.dtype)
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return value
-    # x + (value - x) would round; adding an exact zero that carries the gradient does not.
-    return value + (x - x.detach())
+    value: Tensor = _StraightThrough.apply(x, fmt)  # type: ignore[no-untyped-call]
+    return value
 
 
-def _scales_of(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    """The scales of ``x`` as stored and as float32 factors, both ``[..., blocks]``."""
-    amax = block_scales(x.abs(), fmt).clamp_min(fmt.amax_floor)
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: BlockFormat) -> Tensor:
+        blocks = to_blocks(x.to(torch.float32), fmt)
+        _, factor = _scales_of(blocks, fmt)
+        normal = (blocks / factor).clamp(-fmt.largest, fmt.largest)
+        if fmt.element is Element.E4M3:
+            rounded = normal.to(torch.float8_e4m3fn).to(torch.float32)
+        else:
+            rounded = _round_to_e2m1(normal)
+        return from_blocks(rounded * factor, fmt, x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _scales_of(blocks: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
+    """The scales of blocked values as stored and as float32 factors; block dimensions of size 1."""
+    dims = (-3, -1) if fmt.rows > 1 else (-1,)
+    amax = blocks.abs().amax(dims, keepdim=True).clamp_min(fmt.amax_floor)
     ratio = amax / fmt.largest
     if fmt.scale is Scale.E4M3:
         # Above 448 the cast must saturate on every device, so clamp first.
         stored = ratio.clamp_max(448.0).to(torch.float8_e4m3fn)
         return stored, stored.to(torch.float32)
-    # 2^ceil(log2 ratio), from the representation: frexp gives ratio = mantissa * 2^exponent with
-    # mantissa in [1/2, 1), and only an exact power of two (mantissa 1/2) needs no rounding up.
-    mantissa, exponent = torch.frexp(ratio)
-    power = exponent - (mantissa == 0.5).to(exponent.dtype)
-    power = power.clamp(_TINY_EXPONENT, 127)
-    return (power + 127).to(torch.uint8), torch.ldexp(torch.ones_like(ratio), power)
+    # 2^ceil(log2 ratio) from the bits: adding all ones below the exponent carries into it unless
+    # the mantissa is zero already. The floor keeps the ratio out of the denormals.
+    exponent = (ratio.view(torch.int32) + 0x7FFFFF) >> 23
+    return exponent.to(torch.uint8), (exponent << 23).view(torch.float32)
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:

@@ -7,43 +7,37 @@ from torch import Tensor
 
 from cedar.quant.format import BlockFormat, Element, Scale
 
-__all__ = ["QuantTensor", "block_scales", "decode_e8m0", "expand_scales"]
+__all__ = ["QuantTensor", "decode_e8m0", "from_blocks", "to_blocks"]
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def decode_e8m0(scale: Tensor) -> Tensor:
     """float32 factors of E8M0 bytes: ``2^(byte - 127)``."""
-    return torch.ldexp(
-        torch.ones(scale.shape, dtype=torch.float32, device=scale.device),
-        scale.to(torch.int32) - 127,
-    )
+    byte = scale.to(torch.int32)
+    # The byte is the exponent field of the float; 2^-127, byte 0, is the one denormal.
+    return torch.where(byte == 0, 1 << 22, byte << 23).view(torch.float32)
 
 
-def block_scales(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """The maximum of every block of ``x``: ``[..., ceil(m / rows), ceil(n / cols)]``.
+def to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """``x`` with every block in dimensions of its own, padded with zeros to whole blocks.
 
-    Blocks at the right and lower edge may be incomplete. For one-row formats the last dimension
-    alone is reduced.
+    ``[..., n / cols, cols]``; for two-dimensional blocks
+    ``[..., m / rows, rows, n / cols, cols]``.
     """
-    n = x.shape[-1]
-    if n % fmt.cols:
-        x = torch.nn.functional.pad(x, (0, -n % fmt.cols))
-    x = x.unflatten(-1, (-1, fmt.cols)).amax(-1)
-    if fmt.rows == 1:
+    right, below = -x.shape[-1] % fmt.cols, -x.shape[-2] % fmt.rows if fmt.rows > 1 else 0
+    if right or below:
+        x = torch.nn.functional.pad(x, (0, right, 0, below) if below else (0, right))
+    x = x.unflatten(-1, (-1, fmt.cols))
+    return x.unflatten(-3, (-1, fmt.rows)) if fmt.rows > 1 else x
+
+
+def from_blocks(blocks: Tensor, fmt: BlockFormat, shape: torch.Size) -> Tensor:
+    """The inverse of `to_blocks`, cut to ``shape``."""
+    x = blocks.flatten(-4, -3).flatten(-2) if fmt.rows > 1 else blocks.flatten(-2)
+    if x.shape == shape:
         return x
-    m = x.shape[-2]
-    if m % fmt.rows:
-        x = torch.nn.functional.pad(x, (0, 0, 0, -m % fmt.rows))
-    return x.unflatten(-2, (-1, fmt.rows)).amax(-2)
-
-
-def expand_scales(scale: Tensor, fmt: BlockFormat, shape: torch.Size) -> Tensor:
-    """Repeat block factors so that they cover a tensor of ``shape``."""
-    full = scale.repeat_interleave(fmt.cols, dim=-1)[..., : shape[-1]]
-    if fmt.rows > 1:
-        full = full.repeat_interleave(fmt.rows, dim=-2)[..., : shape[-2], :]
-    return full
+    return x[..., : shape[-2], : shape[-1]] if fmt.rows > 1 else x[..., : shape[-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,11 @@ class QuantTensor:
             values = self.codes.to(torch.float32)
         else:
             values = _unpack(self.codes)
-        return (values * expand_scales(self.factors(), self.format, values.shape)).to(dtype)
+        factor = self.factors().unsqueeze(-1)
+        if self.format.rows > 1:
+            factor = factor.unsqueeze(-3)
+        scaled = to_blocks(values, self.format) * factor
+        return from_blocks(scaled, self.format, values.shape).to(dtype)
 
 
 def _unpack(codes: Tensor) -> Tensor:

@@ -32,21 +32,20 @@ def experts(
     token = order.div(active, rounding_mode="floor")
     weight = weights_TA.flatten()[order].unsqueeze(-1)
     load = experts_TA.flatten().bincount(minlength=w1.shape[0]).tolist()
-    outputs = []
-    start = 0
-    for expert, count in enumerate(load):
-        if count == 0:
-            continue
-        here = slice(start, start + count)
-        start += count
-        rows = x[token[here]]
-        hidden = swiglu(linear(rows, _pick(w1, expert)), linear(rows, _pick(w3, expert)), limit)
-        hidden = (weight[here].to(hidden.dtype) * hidden).to(x.dtype)
-        if input_format is not None:
-            hidden = fake_quantize(hidden, input_format)
-        outputs.append(widen(linear(hidden, _pick(w2, expert))))
+    visits = [(expert, count) for expert, count in enumerate(load) if count]
     total = torch.zeros(x_TD.shape, dtype=widen(x_TD).dtype, device=x_TD.device)
-    return total.index_add(0, token, torch.cat(outputs)) if outputs else total
+    if not visits:
+        return total
+    rows = x[token].split([count for _, count in visits])
+    gate = torch.cat([linear(r, _pick(w1, e)) for r, (e, _) in zip(rows, visits, strict=True)])
+    up = torch.cat([linear(r, _pick(w3, e)) for r, (e, _) in zip(rows, visits, strict=True)])
+    hidden = swiglu(gate, up, limit)
+    hidden = (weight.to(hidden.dtype) * hidden).to(x.dtype)
+    if input_format is not None:
+        hidden = fake_quantize(hidden, input_format)
+    inner = hidden.split([count for _, count in visits])
+    down = torch.cat([linear(h, _pick(w2, e)) for h, (e, _) in zip(inner, visits, strict=True)])
+    return total.index_add(0, token, widen(down))
 
 
 def _pick(weight: Tensor | QuantTensor, expert: int) -> Tensor | QuantTensor:

@@ -1,6 +1,7 @@
 """Scores by matrix products."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.ops.precision import widen
@@ -13,7 +14,7 @@ def index_score(q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor) -> Tensor:
 
 
 def index_score_rows(q_TIJ: Tensor, w_TI: Tensor, keys_RJ: Tensor, rows_TM: Tensor) -> Tensor:
-    return _weigh(torch.matmul(q_TIJ, keys_RJ[rows_TM].transpose(1, 2)), w_TI)
+    return _weigh(torch.matmul(q_TIJ, F.embedding(rows_TM, keys_RJ).transpose(1, 2)), w_TI)
 
 
 def _weigh(dot_TIS: Tensor, w_TI: Tensor) -> Tensor:

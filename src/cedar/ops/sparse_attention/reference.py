@@ -1,6 +1,7 @@
 """Gather attention in plain PyTorch, in chunks of queries so that memory stays linear."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.ops.precision import widen
@@ -52,13 +53,14 @@ def _attend(q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: flo
     total = torch.zeros_like(top)
     out = torch.zeros_like(q)
     for values, filled in _blocks(sources):
-        scores = _scores(q, values, filled, scale)
+        wide = values.to(q.dtype)
+        scores = _scores(q, wide, filled, scale)
         new_top = torch.maximum(top, scores.detach().amax(-1))
         p = torch.exp(scores - new_top.unsqueeze(-1))
         shrink = torch.exp(top - new_top)
         total = total * shrink + p.sum(-1)
         rounded = p.to(values.dtype).to(q.dtype)
-        out = out * shrink.unsqueeze(-1) + torch.matmul(rounded, values.to(q.dtype))
+        out = out * shrink.unsqueeze(-1) + torch.matmul(rounded, wide)
         top = new_top
     sink = sink_N.to(q.dtype)
     # A query that sees nothing has no maximum; measured from the sink its denominator is 1.
@@ -102,7 +104,8 @@ def _gather(source: Rows, queries: slice) -> tuple[Tensor, Tensor]:
     if source.rows_RH.shape[0] == 0:
         shape = (*slots.shape, source.rows_RH.shape[1])
         return source.rows_RH.new_zeros(shape), torch.zeros_like(filled)
-    return source.rows_RH[slots.clamp_min(0)], filled
+    # An embedding, because its gradient copes with rows that thousands of queries share.
+    return F.embedding(slots.clamp_min(0), source.rows_RH), filled
 
 
 def _scores(q: Tensor, values: Tensor, filled: Tensor, scale: float) -> Tensor:

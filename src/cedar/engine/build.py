@@ -1,0 +1,91 @@
+"""The assembly point of inference: checkpoint, tokenizer, Engram tables and model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cedar.checkpoint import Checkpoint, fill
+from cedar.checkpoint.locate import locate_checkpoint
+from cedar.config import ModelConfig
+from cedar.errors import CheckpointError
+from cedar.inputs.ngrams import token_map
+from cedar.inputs.tokenizer import Tokenizer
+from cedar.memory.mmap import MappedTable
+from cedar.model import Model, WeightStorage
+from cedar.ops import select_ops
+
+__all__ = ["LoadedModel", "load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run and the tokenizer that belongs to it."""
+
+    model: Model
+    tokenizer: Tokenizer
+    directory: Path
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
+
+
+def load_model(
+    name: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    packed: bool = False,
+    mapped_engram: bool = False,
+) -> LoadedModel:
+    """Load a checkpoint directory, or a bundled checkpoint by name.
+
+    dtype: of activations and unquantised weights; default float32 on a CPU, bfloat16 elsewhere.
+    packed: keep quantised weights as codes (little memory) instead of dequantising them once.
+    mapped_engram: leave the Engram tables on disk and read rows as they are needed.
+    Raises `CheckpointError`, `ConfigError` or `DataError` for what does not fit.
+    """
+    directory = locate_checkpoint(name)
+    config = ModelConfig.from_file(directory)
+    tokenizer = Tokenizer.from_file(directory)
+    place = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    checkpoint = Checkpoint.open(directory)
+    storage = WeightStorage.PLAIN
+    if checkpoint.storage == "fp8fp4":
+        storage = WeightStorage.PACKED if packed else WeightStorage.DEQUANTIZED
+    tables = {}
+    if mapped_engram:
+        for layer in config.engram_layer_ids:
+            stem = f"layers.{layer}.engram.embed"
+            tables[layer] = MappedTable(checkpoint, f"{stem}.weight", f"{stem}.scale")
+    model = Model(
+        config,
+        ops=select_ops(place),
+        storage=storage,
+        dtype=dtype,
+        device=place,
+        token_map=_token_map(config, tokenizer, directory),
+        engram_tables=tables,
+    )
+    skip = {f"layers.{layer}.engram.embed.weight" for layer in tables}
+    fill(dict(model.named_parameters()), checkpoint, config, skip=skip)
+    if not tables:
+        checkpoint.close()
+    return LoadedModel(model.eval().requires_grad_(False), tokenizer, directory)
+
+
+def _token_map(config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> torch.Tensor | None:
+    if not config.engram_layer_ids:
+        return None
+    found = token_map(tokenizer, config.vocab_size)
+    if found.num_classes != config.engram_compressed_vocab_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {found.num_classes} Engram classes, but config.json "
+            f"says engram_compressed_vocab_size = {config.engram_compressed_vocab_size}. Every "
+            "row of the tables would be wrong; use the tokenizer.json that was released with "
+            "the weights."
+        )
+    return torch.from_numpy(found.classes.copy())
