@@ -43,7 +43,8 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self._generator = torch.Generator()
-        self.seed = self._generator.seed() if params.seed is None else params.seed
+        # A drawn seed stays within what a caller may pass, so that it can be used again.
+        self.seed = self._generator.seed() % 2**63 if params.seed is None else params.seed
         self._generator.manual_seed(self.seed)
 
     def choose(self, logits_V: Tensor) -> int:

@@ -1,7 +1,8 @@
 """Random weights to train from.
 
 Matrices are normal with a standard deviation that keeps the size of what they map (``in^-½``);
-norms start at one, biases and sinks at zero. The streams start as a plain residual: the input mix
+norms start at one, biases and sinks at zero, Engram rows near zero, so that a row which is never
+hit says nothing. The streams start as a plain residual: the input mix
 reads stream 0, every stream takes the sublayer's output once, and old streams stay where they
 are; ``scale`` is 0.01, so that the data changes this only little at first.
 """
@@ -37,7 +38,7 @@ def _initial(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor
         return torch.ones(shape)
     normal = torch.randn(shape, generator=generator)
     if "embed.weight" in name or kind.startswith("image_"):
-        return normal * (1.0 if "engram" in name else 0.5)
+        return normal * (0.05 if "engram" in name else 0.5)
     return normal * shape[-1] ** -0.5
 
 
