@@ -27,7 +27,7 @@ def pretrain() -> TrainConfig:
     """
     return TrainConfig(
         model=model(),
-        steps=340,
+        steps=320,
         data=DataConfig(
             train="data/corpus/train.jsonl",
             valid="data/corpus/heldout.jsonl",
@@ -39,7 +39,7 @@ def pretrain() -> TrainConfig:
         index=IndexConfig(weight=1.0, dense_steps=15),
         balance=BalanceConfig(),
         draft=DraftConfig(anchors=2048),
-        eval=EvalConfig(interval=85, tokens=65536),
+        eval=EvalConfig(interval=80, tokens=65536),
         checkpoint=CheckpointConfig(interval=0, keep=1),
         log_interval=10,
     )
