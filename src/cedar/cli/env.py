@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-from importlib import metadata
 from typing import Annotated, Any
 
 import torch
@@ -12,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cedar.environment import devices, versions
 from cedar.errors import BackendUnavailable
 from cedar.ops import select_ops
-
-_PACKAGES = ("cedar-lm", "torch", "numpy", "safetensors", "tokenizers", "triton")
 
 
 def command(
@@ -54,28 +51,10 @@ def _describe(device: str) -> dict[str, Any]:
     except RuntimeError as error:
         raise BackendUnavailable(f'--device "{device}": {error}') from None
     return {
-        "versions": {"python": platform.python_version(), **{n: _version(n) for n in _PACKAGES}},
-        "devices": _devices(),
+        "versions": versions(),
+        "devices": devices(),
         "device": device,
         "ops": [
             {"op": c.op, "implementation": c.implementation, "reason": c.reason} for c in choices
         ],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _devices() -> dict[str, str]:
-    threads = torch.get_num_threads()
-    devices = {"cpu": f"{platform.machine()}, {threads} threads, {platform.system()}"}
-    for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        capability = f"compute capability {about.major}.{about.minor}"
-        memory = f"{about.total_memory / 2**30:.0f} GiB"
-        devices[f"cuda:{number}"] = f"{about.name}, {memory}, {capability}"
-    return devices

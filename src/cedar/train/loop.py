@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cedar.environment import describe_run
 from cedar.errors import TrainingError
 from cedar.train.build import build_model, choose_device, export_model, load_export
 from cedar.train.config import DraftMode, ExportFormat, TrainConfig, validate
@@ -152,6 +153,7 @@ class _Trainer:
         stop = min(stop_after, config.steps)
         evaluation: dict[str, float] = {}
         with LogFile(self.directory / "log.jsonl", step=self.step) as log:
+            log.write("run", {"step": self.step, **describe_run()})
             self.reporter.begin(self.step, config.steps)
             try:
                 if self._due(config.eval.interval) and 0 < self.step < config.steps:

@@ -132,7 +132,8 @@ class LogFile:
             record
             for record in (read_log(path) if step else [])
             # An evaluation comes after its step's checkpoint and is repeated on resuming.
-            if record["step"] < step or (record["kind"] == "train" and record["step"] == step)
+            if record["step"] < step
+            or (record["kind"] in ("run", "train") and record["step"] == step)
         ]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
