@@ -248,15 +248,19 @@ def test_the_log_reads_as_if_never_interrupted(config: TrainConfig, tmp_path: Pa
     train(often, tmp_path, resume=True)
     records = [(r["kind"], r["step"]) for r in read_log(tmp_path / "log.jsonl")]
     assert records == [
+        ("run", 0),
         *(("train", step) for step in (1, 2, 3)),
         ("eval", 3),
-        *(("train", step) for step in (4, 5, 6)),
+        ("train", 4),
+        ("run", 4),
+        *(("train", step) for step in (5, 6)),
         ("final", 6),
     ]
 
 
 def test_log_records_say_what_people_plot(config: TrainConfig, halfway: Path) -> None:
-    record = read_log(halfway / "log.jsonl")[0]
+    begin, record = read_log(halfway / "log.jsonl")[:2]
+    assert {"commit", "command", "versions", "devices"} <= begin.keys()
     expected = {"step", "tokens", "epoch", "lr", "tokens_per_second", "loss", "lm", "index"}
     assert expected | {"balance", "draft_ce", "grad_norm_backbone"} <= record.keys()
     assert record["lm"] == pytest.approx(5.6, abs=0.5)  # near ln 264 at the start

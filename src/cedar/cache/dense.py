@@ -53,7 +53,6 @@ class DenseKV:
     ) -> None:
         self.window_size = config.window_size
         self.num_sequences = num_sequences
-        self._limit = config.max_position_embeddings
         self._place = {"device": device, "dtype": dtype}
         wide = torch.promote_types(dtype, torch.float32)
         self._sources: dict[int, LayerPlan] = {
@@ -84,15 +83,15 @@ class DenseKV:
     # --- what the model asks for ----------------------------------------------------------
 
     def length(self, slot: int) -> int:
+        if not 0 <= slot < self.num_sequences:
+            raise CapacityError(
+                f"slot {slot} is not in this store; expected 0 to {self.num_sequences - 1} "
+                "(num_sequences)."
+            )
         return self._state[slot].length
 
     def advance(self, slot: int, tokens: int) -> None:
         old = self._state[slot]
-        if old.length + tokens > self._limit:
-            raise CapacityError(
-                f"sequence {slot} would grow to {old.length + tokens} tokens, but the model's "
-                f"max_position_embeddings is {self._limit}. Shorten the prompt or the output."
-            )
         self._state[slot] = _Sequence(
             old.length + tokens, old.entries, old.windows, old.residues, old.history
         )

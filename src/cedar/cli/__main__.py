@@ -17,6 +17,7 @@ from cedar.errors import BackendUnavailable, CedarError
 COMMANDS: Mapping[str, str] = {
     "generate": "Generate text with a checkpoint.",
     "train": "Train a model by recipe.",
+    "evaluate": "Measure a model on held-out text.",
     "parity": "Compare this implementation with golden files.",
     "plan": "Show layers, parameters and cache bytes of a model.",
     "check": "Check the headers of a checkpoint.",

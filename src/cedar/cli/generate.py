@@ -2,13 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["command"]
 
@@ -47,11 +44,12 @@ def command(
 
     The prompt is plain text: no chat template is applied.
     """
+    from cedar.cli.options import parse_device, parse_dtype
     from cedar.engine import SamplingParams, generate, load_model
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = _prompt_text(prompt, prompt_file)
-    place, kind = _device(device), _dtype(dtype)
+    place, kind = parse_device(device), parse_dtype(dtype)
     notes = Console(stderr=True, quiet=quiet)
     loaded = load_model(
         checkpoint, device=place, dtype=kind, packed=packed, mapped_engram=mapped_engram
@@ -88,35 +86,3 @@ def _prompt_text(prompt: str, file: Path | None) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--prompt-file {file} cannot be read as text: {error}.") from None
-
-
-def _device(name: str) -> "torch.device":
-    import torch
-
-    from cedar.errors import BackendUnavailable
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BackendUnavailable(
-            f'--device is {name!r}; expected "auto", "cpu" or "cuda:0".'
-        ) from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"--device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices. "
-            "Use --device cpu."
-        )
-    return device
-
-
-def _dtype(name: str) -> "torch.dtype | None":
-    import torch
-
-    from cedar.errors import RequestError
-
-    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise RequestError(f"--dtype is {name!r}; expected one of {', '.join(known)}.")
-    return known[name]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, LayerPlan
+from cedar.errors import RequestError
 from cedar.model.context import KVStore, LayerStats, Rotary, Streams
 from cedar.model.layer import Block
 from cedar.model.layout import rotary, window_slots
@@ -152,6 +153,11 @@ class DraftHead(nn.ModuleList):
             for i in range(len(self))
         ]
         lengths = tuple(len(ring) for ring in rings[0])
+        if 0 in lengths:
+            raise RequestError(
+                f"slot {slots[lengths.index(0)]} has no main state to draft from. Give the draft "
+                "rings those of the prompt first (draft_write)."
+            )
         # The newest main state of each sequence sees its whole ring.
         every = window_slots(
             lengths, (0,) * len(lengths), self.config.window_size, rings[0][0].device

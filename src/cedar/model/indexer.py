@@ -4,6 +4,8 @@ A selection carries no gradient. What trains the indexer is its own loss, so its
 detached: the loss reaches index queries, keys and weights and nothing else.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -18,14 +20,15 @@ __all__ = ["IndexQuery", "Indexer"]
 _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
-class IndexQuery:
-    """Index queries ``[T, I, J]`` and head weights ``[T, I]`` of a batch."""
+class IndexQuery(NamedTuple):
+    """Index queries and head weights of some tokens."""
 
-    __slots__ = ("q_TIJ", "w_TI")
+    q_TIJ: Tensor
+    w_TI: Tensor
 
-    def __init__(self, q_TIJ: Tensor, w_TI: Tensor) -> None:
-        self.q_TIJ = q_TIJ
-        self.w_TI = w_TI
+    def rows(self, tokens: slice) -> "IndexQuery":
+        """Those of fewer tokens."""
+        return IndexQuery(self.q_TIJ[tokens], self.w_TI[tokens])
 
 
 class Indexer(nn.Module):
@@ -78,7 +81,7 @@ class Indexer(nn.Module):
                 # The newest query of the chunk sees this many entries, older ones fewer.
                 position = ctx.starts[n] + chunk.stop - start
                 seen = position // self.plan.compress_ratio
-                part = IndexQuery(query.q_TIJ[chunk], query.w_TI[chunk])
+                part = query.rows(chunk)
                 if pool is not None and seen > pool.capacity:
                     inside = Candidates(pool.layer, pool.blocks_TB[chunk], pool.block_size)
                     entries.append(self._search_pool(part, main, n, inside, visible_T[chunk]))
@@ -135,7 +138,7 @@ class Indexer(nn.Module):
         visible_T = ctx.visible_T(self.plan.compress_ratio)
         out = query.q_TIJ.new_full((len(visible_T), max(main.counts, default=0)), -torch.inf)
         for n, (start, stop) in enumerate(ctx.bounds):
-            part = IndexQuery(query.q_TIJ[start:stop], query.w_TI[start:stop])
+            part = query.rows(slice(start, stop))
             count = main.counts[n]
             out[start:stop, :count] = self._scores(part, main, n, count, visible_T[start:stop])
         pool = shared.candidates_for(self.plan)

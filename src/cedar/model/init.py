@@ -10,27 +10,46 @@ are; ``scale`` is 0.01, so that the data changes this only little at first.
 import torch
 from torch import Tensor, nn
 
+from cedar.model.linear import Weight
+from cedar.quant import QuantTensor, quantize
+
 __all__ = ["initialise"]
 
 _OPEN = 4.0  # logits of the plain residual: sigmoid(4) = 0.98; e^4 against 1 in the rows of comb
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of ``model``; the same seed gives the same weights on every device."""
+    """Fill every parameter of ``model``; the same seed gives the same weights on every device.
+
+    Packed weights get the codes of the values that they would hold otherwise.
+    """
     generator = torch.Generator().manual_seed(seed)
+    packed = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, Weight) and module.scale is not None
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_initial(name, parameter, generator).to(parameter))
+            if name in packed:
+                _fill_packed(name, packed[name], generator)
+            elif name.removesuffix(".scale") + ".weight" not in packed:
+                parameter.copy_(_initial(name, parameter.shape, generator))
 
 
-def _initial(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
-    if not parameter.dtype.is_floating_point or parameter.dtype.itemsize == 1:
-        raise ValueError(f"{name} holds codes: only floating-point masters can be initialised")
+def _fill_packed(name: str, weight: Weight, generator: torch.Generator) -> None:
+    value = weight.value()
+    assert isinstance(value, QuantTensor)
+    drawn = quantize(_initial(name, value.shape, generator), value.format)
+    for target, source in ((value.codes, drawn.codes), (value.scale, drawn.scale)):
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+
+
+def _initial(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     kind = name.rsplit(".", 1)[-1]
-    shape = parameter.shape
     if kind.startswith("hc_"):
         return _mixing(kind, shape, generator)
-    if kind == "weight" and parameter.dim() == 1:
+    if kind == "weight" and len(shape) == 1:
         return torch.ones(shape)
     if kind in ("bias", "bias_vl", "attn_sink"):
         return torch.zeros(shape)

@@ -5,6 +5,7 @@ Reading order: `config/plan.py`, `context.py`, `attention.py`, `layer.py`, this 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
-from cedar.errors import RequestError
+from cedar.errors import CapacityError, RequestError
 from cedar.model.batch import Batch
 from cedar.model.context import (
     ForwardContext,
@@ -176,9 +177,16 @@ class Model(nn.Module):
         """Positions, layouts and Engram rows of a batch that continues what the store holds."""
         config = self.config
         starts = tuple(0 if store is None else store.length(slot) for slot in batch.slots)
+        # Before anything is stored: a refused batch leaves no trace.
+        longest = max(map(sum, zip(starts, batch.lengths, strict=True)))
+        if longest > config.max_position_embeddings:
+            raise CapacityError(
+                f"a sequence would grow to {longest} tokens, but max_position_embeddings is "
+                f"{config.max_position_embeddings}. Shorten the prompt or the output."
+            )
         place, sequence_T = positions(batch, starts)
         past = tuple(min(start, config.window_size) for start in starts)
-        open_T = None if batch.image_types_T is None else batch.image_types_T < 0
+        open_T = self._open(batch)
         ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
         return ForwardContext(
             ops=self.ops,
@@ -198,14 +206,31 @@ class Model(nn.Module):
                 for ratio in ratios
             },
             open_T=open_T,
-            engram_ids={} if disable_engram else self._engram_ids(batch, store, open_T, probe),
+            engram_ids=self._engram_ids(batch, store, open_T, probe, disable_engram),
             store=store,
             probe=probe,
             signals=signals,
         )
 
+    def _open(self, batch: Batch) -> Tensor | None:
+        """False on image-span tokens; None for a batch of text."""
+        types = batch.image_types_T
+        if types is None or not bool((types >= 0).any()):
+            return None
+        if not self.config.vision_n_layers:
+            raise RequestError(
+                "the batch holds an image, but this model has no vision tower "
+                "(vision_n_layers is 0). Send text only."
+            )
+        return types < 0
+
     def _engram_ids(
-        self, batch: Batch, store: KVStore | None, open_T: Tensor | None, probe: Probe | None
+        self,
+        batch: Batch,
+        store: KVStore | None,
+        open_T: Tensor | None,
+        probe: Probe | None,
+        disabled: bool,
     ) -> dict[int, Tensor]:
         """Table rows per Engram layer; they depend on token ids alone."""
         config = self.config
@@ -224,6 +249,8 @@ class Model(nn.Module):
         if store is not None:
             for slot, history in zip(batch.slots, histories, strict=True):
                 store.set_history(slot, history)
+        if disabled:  # the history goes on, so that a later pass may turn Engram on again
+            return {}
         engrams = [layer.engram for layer in self.backbone() if layer.engram is not None]
         ids = {engram.layer: engram.hash(known) for engram in engrams}
         if probe is not None:
@@ -232,11 +259,6 @@ class Model(nn.Module):
 
     def vision_features(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """Image tokens ``[n, D]`` in reading order of one image's patches ``[P, 3, p, p]``."""
-        if not self.config.vision_n_layers:
-            raise RequestError(
-                "the batch holds an image, but this model has no vision tower "
-                "(vision_n_layers is 0). Send text only."
-            )
         features = self.vision(patches.to(self.compute_dtype), grid)
         return self.aligner(features, grid)
 
@@ -256,7 +278,7 @@ class Model(nn.Module):
     def embed_batch(self, batch: Batch) -> Streams:
         """Embeddings (images in place of their spans) as fresh streams."""
         x_TD = self.embed_tokens(batch.tokens_T)
-        if batch.image_types_T is not None:
+        if batch.image_types_T is not None and self.config.vision_n_layers:
             delimiters = (self.image_start, self.image_newline, self.image_end)
             features = self._features(batch, x_TD)
             x_TD = place_images(x_TD, batch.image_types_T, features, *delimiters)
@@ -311,7 +333,7 @@ class Model(nn.Module):
         *,
         probe: Probe | None = None,
         signals: TrainSignals | None = None,
-        logits: str = "all",
+        logits: Literal["all", "last"] = "all",
         disable_engram: bool = False,
     ) -> ModelOutput:
         """All tokens through all layers (exact, no replay).
@@ -323,9 +345,8 @@ class Model(nn.Module):
         )
         state = self.decode(self.encode(self.embed_batch(batch), ctx), ctx)
         hidden_TD = self.norm(state.streams.collapse(self.ops))
-        wanted = hidden_TD
-        if logits == "last":
-            wanted = hidden_TD[[stop - 1 for _, stop in batch.bounds]]
+        ends = [stop - 1 for _, stop in batch.bounds]
+        wanted = hidden_TD[ends] if logits == "last" else hidden_TD
         scores = self.logits(wanted)
         ctx.record("logits", scores)
         taps_TX = torch.cat(state.taps, dim=1) if state.taps else None

@@ -31,6 +31,8 @@ def index_loss(
     warm-up, else the candidate pool where there is one, else the selection. Without any such
     query the loss is zero.
     """
+    if main.rows_RH.shape[0] == 0:  # no sequence has finished a group yet
+        return 0.0 * widen(index_query.w_TI).sum()
     q, sink = q_TNH.detach(), sink_N.detach()
     visible_T = ctx.visible_T(plan.compress_ratio)
     window = Rows(window.rows_RH.detach(), window.slots_TK)

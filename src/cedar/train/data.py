@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cedar.config import ModelConfig
 from cedar.errors import DataError
 from cedar.inputs.tokenizer import Tokenizer
 from cedar.model import Batch
@@ -124,23 +125,10 @@ def open_corpus(config: TrainConfig, cache: Path) -> Corpus:
     Raises:
         DataError: a file is missing or malformed, or tokenizer and model do not fit.
     """
-    data, model = config.data, config.model
-    tokenizer = Tokenizer.from_file(Path(data.tokenizer))
-    digest = hashlib.blake2b(Path(data.tokenizer).read_bytes(), digest_size=16).hexdigest()
-
-    def encode_many(texts: list[str]) -> list[list[int]]:
-        return [tokenizer.encode(text, control=False) for text in texts]
+    data = config.data
 
     def opened(path: str) -> TokenFile:
-        return tokenize(
-            Path(path),
-            cache,
-            tokenizer_digest=digest,
-            encode_many=encode_many,
-            bos=model.bos_token_id,
-            eos=model.eos_token_id,
-            vocab_size=model.vocab_size,
-        )
+        return open_tokens(Path(path), Path(data.tokenizer), config.model, cache)
 
     train = opened(data.train)
     everything = np.arange(train.num_documents)
@@ -214,17 +202,8 @@ class TrainData:
         if tokens:
             sizes = np.diff(file.offsets)[chosen]
             chosen = chosen[: max(1, int(np.searchsorted(np.cumsum(sizes), tokens, side="right")))]
-        pieces = split_documents(file.offsets, chosen, self._config.data.seq_len)
-        groups: list[list[int]] = []
-        room = 0
-        for index, length in enumerate(pieces[:, 1].tolist()):
-            if length > room:
-                groups.append([])
-                room = self._capacity
-            groups[-1].append(index)
-            room -= length
-        batches = tuple(_assemble(file, pieces[g], anchors, self._block, rng) for g in groups)
-        return HeldOut(batches=batches, num_bytes=int(file.num_bytes[chosen].sum()))
+        seq_len = self._config.data.seq_len
+        return hold_out(file, chosen, seq_len, self._capacity, anchors, self._block, rng)
 
     @property
     def _block(self) -> int:
@@ -252,6 +231,48 @@ class TrainData:
         self, pieces: NDArray[np.int64], anchors: int, rng: np.random.Generator
     ) -> HostBatch:
         return _assemble(self._corpus.train, pieces, anchors, self._block, rng)
+
+
+def hold_out(
+    file: TokenFile,
+    documents: NDArray[np.int64],
+    seq_len: int,
+    capacity: int,
+    anchors: int,
+    block: int,
+    rng: np.random.Generator,
+) -> HeldOut:
+    """Documents cut into sequences of `seq_len`, in forward passes of `capacity` tokens."""
+    pieces = split_documents(file.offsets, documents, seq_len)
+    groups: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(pieces[:, 1].tolist()):
+        if length > room:
+            groups.append([])
+            room = capacity
+        groups[-1].append(index)
+        room -= length
+    batches = tuple(_assemble(file, pieces[g], anchors, block, rng) for g in groups)
+    return HeldOut(batches=batches, num_bytes=int(file.num_bytes[documents].sum()))
+
+
+def open_tokens(path: Path, tokenizer_file: Path, model: ModelConfig, cache: Path) -> TokenFile:
+    """The documents of one file as tokens, from the cache or made now.
+
+    Raises:
+        DataError: a file is missing or malformed, or tokenizer and model do not fit.
+    """
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    digest = hashlib.blake2b(tokenizer_file.read_bytes(), digest_size=16).hexdigest()
+    return tokenize(
+        path,
+        cache,
+        tokenizer_digest=digest,
+        encode_many=lambda texts: [tokenizer.encode(text, control=False) for text in texts],
+        bos=model.bos_token_id,
+        eos=model.eos_token_id,
+        vocab_size=model.vocab_size,
+    )
 
 
 def _assemble(

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 
+from cedar.engine import LoadedModel
+from cedar.errors import DataError
 from cedar.model import Model
-from cedar.train.config import DraftMode, TrainConfig
-from cedar.train.data import DeviceBatch, HeldOut, to_device
+from cedar.train.config import DraftConfig, DraftMode, TrainConfig
+from cedar.train.data import DeviceBatch, HeldOut, hold_out, open_tokens, to_device
 from cedar.train.losses import correct_predictions, language_loss
 from cedar.train.step import draft_part
+from cedar.train.tokens import read_records
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "evaluate_sources", "held_out_sources"]
+
+_TOKENS_PER_PASS = 8192
 
 
 @torch.no_grad()
@@ -43,6 +51,56 @@ def evaluate(
     if config.draft.mode is not DraftMode.OFF:
         result |= _acceptance(model, moved, config)
     return result
+
+
+def held_out_sources(path: Path, loaded: LoadedModel, seq_len: int) -> dict[str, HeldOut]:
+    """The documents of a corpus file by their "source" (one group, "text", where they have none).
+
+    Raises:
+        DataError: the file cannot be read or holds no documents, or `seq_len` is too small.
+    """
+    if seq_len < 2:
+        raise DataError(f"seq_len is {seq_len}; expected 2 or more, so that there is a next token.")
+    labels = np.array([str(record.get("source", "text")) for record in read_records(path)])
+    config = loaded.model.config
+    with tempfile.TemporaryDirectory() as cache:
+        file = open_tokens(path, loaded.directory / "tokenizer.json", config, Path(cache))
+        capacity = max(_TOKENS_PER_PASS, seq_len)
+        return {
+            str(label): hold_out(
+                file,
+                np.flatnonzero(labels == label),
+                seq_len,
+                capacity,
+                0,
+                config.dspark_block_size,
+                np.random.default_rng(0),
+            )
+            for label in np.unique(labels)
+        }
+
+
+def evaluate_sources(
+    loaded: LoadedModel, sources: Iterable[tuple[str, HeldOut]]
+) -> dict[str, dict[str, float]]:
+    """`evaluate` for every source, and for all of them together under "all"."""
+    config = TrainConfig(model=loaded.model.config, steps=1, draft=DraftConfig(mode=DraftMode.OFF))
+    results = {
+        source: evaluate(loaded.model, held_out, config, loaded.device)
+        for source, held_out in sources
+    }
+    return {**results, "all": _together(list(results.values()))}
+
+
+def _together(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means per token and per byte over parts of different size."""
+    totals = {size: sum(part[size] for part in parts) for size in ("tokens", "bytes")}
+
+    def mean(name: str) -> float:
+        size = "bytes" if "per_byte" in name else "tokens"
+        return sum(part[name] * part[size] for part in parts) / totals[size]
+
+    return {name: totals[name] if name in totals else mean(name) for name in parts[0]}
 
 
 def _language(

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cedar.errors import DataError
 
-__all__ = ["TokenFile", "read_documents", "tokenize"]
+__all__ = ["TokenFile", "read_documents", "read_records", "tokenize"]
 
 EncodeMany = Callable[[list[str]], list[list[int]]]
 
@@ -56,6 +56,15 @@ class TokenFile:
 def read_documents(path: Path) -> Iterator[str]:
     """Yield the "text" of every line of a `.jsonl` or `.jsonl.xz` file, in order.
 
+    Raises what `read_records` raises.
+    """
+    for record in read_records(path):
+        yield record["text"]
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield every line's object, which has a "text" string and perhaps more, in order.
+
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object with a "text" string;
             the message names the line.
@@ -74,7 +83,7 @@ def read_documents(path: Path) -> Iterator[str]:
                     f'{path}, line {number}: no "text" string; every line has to be an object '
                     'such as {"text": "…"}.'
                 )
-            yield text
+            yield document
 
 
 def tokenize(

@@ -65,7 +65,8 @@ def _attend(q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: flo
     sink = sink_N.to(q.dtype)
     # A query that sees nothing has no maximum; measured from the sink its denominator is 1.
     top = torch.where(top == _FLOOR, sink.detach(), top)
-    total = total + torch.exp(sink - top)
+    # Beyond e^80 the sink takes everything anyway, and its gradient would overflow.
+    total = total + torch.exp((sink - top).clamp_max(80.0))
     return (out / total.unsqueeze(-1)).to(q_TNH.dtype)
 
 

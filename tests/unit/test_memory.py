@@ -1,0 +1,82 @@
+"""Memory of the reference path grows linearly with the text: queries are taken in chunks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+GIB = 2**30
+
+# Runs alone, so that the peak is its own. ru_maxrss counts KiB on Linux, bytes on macOS.
+SCRIPT = """
+import json, resource, sys, time
+import torch
+torch.set_num_threads(1)
+from cedar.cache import DenseKV
+from cedar.config import tiny
+from cedar.model import Batch, Model, TrainSignals
+
+def peak():
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+length, mode = int(sys.argv[1]), sys.argv[2]
+config = tiny()
+model = Model(config, trainable=True, token_map=torch.arange(config.vocab_size)).init(0)
+tokens = torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+batch, start, began = Batch.pack([tokens]), peak(), time.process_time()
+with torch.set_grad_enabled(mode == "train"):
+    if mode == "train":
+        signals = TrainSignals(index_loss=True, balance_loss=True, checkpoint=True)
+        out = model(batch, signals=signals)
+        losses = [s.index_loss for s in out.stats if s.index_loss is not None]
+        (out.logits.logsumexp(-1).mean() + torch.stack(losses).sum()).backward()
+    elif mode == "dense scores":
+        class Everything:
+            def wants(self, name): return name.endswith("scores")
+            def record(self, name, value): pass
+        out = model(batch, probe=Everything())
+    else:
+        out = model(batch, DenseKV(config) if mode == "stored" else None)
+assert out.logits.shape == (length, config.vocab_size)
+assert out.logits[::997].isfinite().all()
+print(json.dumps({"start": start, "peak": peak(), "seconds": time.process_time() - began}))
+"""
+
+
+def measure(length: int, mode: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(length), mode],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{mode} {length}: {result['peak'] / GIB:.2f} GiB, {result['seconds']:.1f} CPU s")
+    return result
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["plain", "stored"])
+def test_32k_tokens_fit_in_6_gib(mode: str) -> None:
+    assert measure(32768, mode)["peak"] < 6 * GIB
+
+
+@pytest.mark.parametrize(("mode", "length"), [("plain", 8192), ("train", 2048)])
+def test_memory_grows_linearly(mode: str, length: int) -> None:
+    """For four times as many tokens at most five times as much, and 32K would fit in 6 GiB."""
+    short, long = (measure(n, mode) for n in (length // 4, length))
+    base = short["start"]
+    growth = long["peak"] - base
+    assert growth < 5 * max(short["peak"] - base, 32 * 2**20)
+    if mode == "plain":
+        assert base + 4 * growth < 6 * GIB
+
+
+def test_quadratic_memory_is_noticed() -> None:
+    """Negative control: a probe that asks for all scores makes the memory quadratic."""
+    short, long = (measure(n, "dense scores") for n in (768, 3072))
+    assert long["peak"] - short["start"] > 5 * max(short["peak"] - short["start"], 32 * 2**20)
