@@ -26,7 +26,7 @@ def pair() -> tuple[Model, Model]:
 
 
 def tokens(model: Model) -> list[list[int]]:
-    flat = random_tokens(model.config, sum(LENGTHS), seed=5).tolist()
+    flat = random_tokens(model.config, sum(LENGTHS), seed=5)
     stops = [sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS))]
     return [flat[stop - length : stop] for stop, length in zip(stops, LENGTHS, strict=True)]
 

@@ -41,12 +41,19 @@ def command(
     steps = track(sources.items(), "Evaluating", console=Console(stderr=True), transient=True)
     results = evaluate_sources(loaded, steps)
     table = Table(title=f"{checkpoint} on {corpus.name}", title_justify="left")
-    names = ("loss_per_token", "loss_per_byte", "bits_per_byte", "accuracy")
-    without = tuple(f"{name}_without_engram" for name in ("loss_per_byte", "accuracy"))
-    shown = ("tokens", *names, *(name for name in without if name in results["all"]))
+    headings = {
+        "tokens": "tokens",
+        "loss_per_token": "nats/\ntoken",
+        "loss_per_byte": "nats/\nbyte",
+        "bits_per_byte": "bits/\nbyte",
+        "accuracy": "next\ntoken",
+        "loss_per_byte_without_engram": "no Engram:\nnats/byte",
+        "accuracy_without_engram": "no Engram:\nnext token",
+    }
+    shown = [name for name in headings if name in results["all"]]
     table.add_column("source")
     for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(headings[name], justify="right", no_wrap=True)
     for source, found in results.items():
         cells = (f"{found[n]:,.0f}" if n == "tokens" else f"{found[n]:.4f}" for n in shown)
         table.add_row(source, *cells, style="bold" if source == "all" else None)

@@ -65,8 +65,11 @@ def _attend(q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: flo
     sink = sink_N.to(q.dtype)
     # A query that sees nothing has no maximum; measured from the sink its denominator is 1.
     top = torch.where(top == _FLOOR, sink.detach(), top)
-    # Beyond e^80 the sink takes everything anyway, and its gradient would overflow.
-    total = total + torch.exp((sink - top).clamp_max(80.0))
+    # A sink far above every score would overflow (its gradient first): measure from nearer to it.
+    nearer = (sink.detach() - top - 80.0).clamp_min(0.0)
+    shrink = torch.exp(-nearer)
+    out, total = out * shrink.unsqueeze(-1), total * shrink
+    total = total + torch.exp(sink - top - nearer)
     return (out / total.unsqueeze(-1)).to(q_TNH.dtype)
 
 
