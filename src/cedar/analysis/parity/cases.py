@@ -207,13 +207,13 @@ def _judge_value(judge: Judge, key: str, name: str, ours: Tensor, case: Case) ->
         golden = ascending(golden, golden.shape[-1])
     if case.exact_only and name != "engram_hash_ids":
         judge.shown(key, ours, golden=golden)
-    elif is_choice(name):
+    elif _is_choice(name):
         judge.exact(key, ours, golden=golden)
     else:
         judge.float32(key, ours, golden=golden)
 
 
-def is_choice(name: str) -> bool:
+def _is_choice(name: str) -> bool:
     """Whether a value is a discrete choice."""
     return name.endswith(("topk_idxs", "candidates", "gate.indices", "_ids"))
 
