@@ -65,18 +65,27 @@ def test_32k_tokens_fit_in_6_gib(mode: str) -> None:
     assert measure(32768, mode)["peak"] < 6 * GIB
 
 
-@pytest.mark.parametrize(("mode", "length"), [("plain", 8192), ("train", 2048)])
+def growth(mode: str, length: int) -> tuple[list[float], float]:
+    """Peaks at one, two and four times ``length``, and how the second step compares to the first.
+
+    Twice the step is linear, four times quadratic. Differences of peaks, because what a process
+    needs before it has seen a token varies from machine to machine.
+    """
+    peaks = [measure(factor * length, mode)["peak"] for factor in (1, 2, 4)]
+    assert peaks[1] > peaks[0] + 16 * 2**20  # the text, not the start, makes the peak
+    return peaks, (peaks[2] - peaks[1]) / (peaks[1] - peaks[0])
+
+
+@pytest.mark.parametrize(("mode", "length"), [("plain", 2048), ("train", 1024)])
 def test_memory_grows_linearly(mode: str, length: int) -> None:
-    """For four times as many tokens at most five times as much, and 32K would fit in 6 GiB."""
-    short, long = (measure(n, mode) for n in (length // 4, length))
-    base = short["start"]
-    growth = long["peak"] - base
-    assert growth < 5 * max(short["peak"] - base, 32 * 2**20)
+    peaks, ratio = growth(mode, length)
+    assert ratio < 3
     if mode == "plain":
-        assert base + 4 * growth < 6 * GIB
+        per_token = (peaks[2] - peaks[0]) / (3 * length)
+        assert peaks[2] + per_token * (32768 - 4 * length) < 6 * GIB
 
 
 def test_quadratic_memory_is_noticed() -> None:
     """Negative control: a probe that asks for all scores makes the memory quadratic."""
-    short, long = (measure(n, "dense scores") for n in (768, 3072))
-    assert long["peak"] - short["start"] > 5 * max(short["peak"] - short["start"], 32 * 2**20)
+    _, ratio = growth("dense scores", 1536)
+    assert ratio > 3
