@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cedar.checkpoint.check import check_directory
 from cedar.checkpoint.index import INDEX_NAME
+from cedar.checkpoint.locate import locate_checkpoint
 from cedar.checkpoint.save import DEFAULT_SHARD_BYTES, convert_checkpoint
 
 
@@ -23,7 +24,7 @@ class StorageName(StrEnum):
 
 
 def command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory, or a bundled name.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
     storage: Annotated[
         StorageName,
@@ -37,6 +38,7 @@ def command(
 
     Weights stream through memory block by block. Engram tables stay FP8 in both forms.
     """
+    source = locate_checkpoint(source)
     console = Console(stderr=True)
     with console.status(f"converting to {storage}"):
         convert_checkpoint(source, target, storage, max_shard_bytes=max_shard_bytes)

@@ -190,7 +190,10 @@ def _digest(path: Path, tokenizer_digest: str, details: str) -> str:
             while block := file.read(1 << 20):
                 state.update(block)
     except OSError as error:
-        raise DataError(f"The corpus {path} cannot be read: {error.strerror}.") from None
+        raise DataError(
+            f"The corpus {path} cannot be read: {error.strerror}. Give one with --corpus, or build "
+            "that of cedar-tiny with tools/corpus/build.py."
+        ) from None
     return state.hexdigest()
 
 
