@@ -336,13 +336,13 @@ def test_draft_training_equals_proposing(variant: str) -> None:
 
 
 class LosesResidue(DenseKV):
-    def set_residue(self, layer: int, slot: int, kv: Tensor, gate: Tensor) -> None:
-        super().set_residue(layer, slot, torch.zeros_like(kv), gate)
+    def extend_residue(self, layer: int, slot: int, kv_TH: Tensor, gate_TH: Tensor) -> None:
+        super().extend_residue(layer, slot, torch.zeros_like(kv_TH), gate_TH)
 
 
 class LosesHistory(DenseKV):
-    def set_history(self, slot: int, classes: Tensor) -> None:
-        super().set_history(slot, torch.full_like(classes, -1))
+    def extend_history(self, slot: int, classes_T: Tensor) -> None:
+        super().extend_history(slot, torch.full_like(classes_T, -1))
 
 
 class LosesOneWindowRow(DenseKV):
@@ -445,7 +445,7 @@ def test_reset_empties_one_slot() -> None:
     assert_same_run(model, run, 0, texts[1])
 
 
-@pytest.mark.parametrize("forgotten", ["windows", "residues", "entries", "history", "length"])
+@pytest.mark.parametrize("forgotten", ["windows", "residues", "entries", "history", "lengths"])
 def test_rollback_notices_what_is_forgotten(forgotten: str) -> None:
     """Negative control: a rollback that leaves one thing as it is gives other logits later."""
 
@@ -469,7 +469,7 @@ def test_rollback_notices_what_is_forgotten(forgotten: str) -> None:
     store.rollback(mark)
     with pytest.raises(AssertionError):
         assert_restored(store, model, before)
-    if forgotten == "length":
+    if forgotten == "lengths":
         return  # a store that contradicts itself cannot go on at all
     step(model, run, [text.part(16, 33)], [0])
     with pytest.raises(AssertionError, match="logits"):

@@ -18,6 +18,7 @@ from cedar.cache import DenseKV
 from cedar.model import Batch, Model
 from cedar.model.context import Candidates, MainKV, Shared
 from cedar.ops import Ops, select_ops
+from cedar.ops.main_kv import FlatMain
 from cedar.ops.select.reference import select_entries
 from cedar.ops.sparse_attention import Rows
 from cedar.testing import assert_bitwise, assert_close, random_tokens, randomise, tiny_model
@@ -387,14 +388,15 @@ def test_the_pool_is_all_that_is_touched(topk: int) -> None:
     attention = model.backbone()[5].attn
     assert shared.main is not None
     assert shared.candidates is not None
+    assert isinstance(shared.main, FlatMain)
     (first,) = shared.main.first
     pool = [e for e in shared.candidates.entries(torch.tensor([51]))[0].tolist() if e >= 0]
     assert 3 < len(pool) <= 6
     assert shared.main.counts == (51,)
 
     def result(keys: Tensor, candidates: Candidates | None = shared.candidates) -> Tensor:
-        assert shared.main is not None
-        main = shared.main._replace(keys_RJ=keys)
+        assert isinstance(shared.main, FlatMain)
+        main = replace(shared.main, keys_RJ=keys)
         _, after, _ = attention(x, Shared(main, shared.selection, candidates), ctx)
         assert after.selection is not None
         return after.selection.entries_TK

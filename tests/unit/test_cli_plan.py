@@ -36,7 +36,13 @@ class TestPlan:
     def test_released_json(self, capsys: Capture) -> None:
         assert run("plan", "released", "--json") == 0
         found = last_json(capsys)
-        assert list(found) == ["kv_bytes_per_token", "params", "inventory", "layers"]
+        assert list(found) == [
+            "kv_bytes_per_token",
+            "params",
+            "inventory",
+            "layers",
+            "cache_layout",
+        ]
         assert found["kv_bytes_per_token"] == {
             "total": 890,
             "main": 720,

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from cedar.config.model import ModelConfig
-from cedar.config.plan import LayerPlan, plan_layers
+from cedar.config.plan import Half, LayerPlan, plan_layers
 from cedar.errors import CapacityError
+from cedar.ops.main_kv import FlatMain
+from cedar.quant import FP4_MAIN, fake_quantize
 
 __all__ = ["DenseKV", "Mark"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sequence:
     """All state of one sequence but its main KV, which is append-only. Tensors are never
     written in place, so a copy of the references is a snapshot."""
 
-    length: int
+    lengths: dict[Half, int]
     entries: dict[int, int]  # finished groups per KV source
     windows: dict[int, Tensor]
     residues: dict[int, tuple[Tensor, Tensor]]
@@ -29,7 +31,11 @@ class _Sequence:
 
     def copy(self) -> "_Sequence":
         return _Sequence(
-            self.length, dict(self.entries), dict(self.windows), dict(self.residues), self.history
+            dict(self.lengths),
+            dict(self.entries),
+            dict(self.windows),
+            dict(self.residues),
+            self.history,
         )
 
 
@@ -66,7 +72,7 @@ class DenseKV:
         blank = torch.full((back,), -1, dtype=torch.int64, device=device)
         layers = range(config.n_layers + config.n_mtp_layers)
         self._blank = _Sequence(
-            0,
+            dict.fromkeys(Half, 0),
             dict.fromkeys(self._sources, 0),
             dict.fromkeys(layers, nothing),
             dict.fromkeys(self._sources, (unfinished, unfinished)),
@@ -82,19 +88,19 @@ class DenseKV:
 
     # --- what the model asks for ----------------------------------------------------------
 
-    def length(self, slot: int) -> int:
+    def length(self, slot: int, half: Half = Half.ENCODER) -> int:
         if not 0 <= slot < self.num_sequences:
             raise CapacityError(
                 f"slot {slot} is not in this store; expected 0 to {self.num_sequences - 1} "
                 "(num_sequences)."
             )
-        return self._state[slot].length
+        return self._state[slot].lengths[half]
 
-    def advance(self, slot: int, tokens: int) -> None:
-        old = self._state[slot]
-        self._state[slot] = _Sequence(
-            old.length + tokens, old.entries, old.windows, old.residues, old.history
-        )
+    def advance(self, slot: int, half: Half, tokens: int) -> None:
+        self._state[slot].lengths[half] += tokens
+
+    def window_length(self, slot: int, half: Half) -> int:
+        return min(self._state[slot].lengths[half], self.window_size)
 
     def window(self, layer: int, slot: int) -> Tensor:
         return self._state[slot].windows[layer]
@@ -106,8 +112,15 @@ class DenseKV:
     def residue(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         return self._state[slot].residues[layer]
 
-    def set_residue(self, layer: int, slot: int, kv: Tensor, gate: Tensor) -> None:
-        self._state[slot].residues[layer] = (kv.detach(), gate.detach())
+    def extend_residue(self, layer: int, slot: int, kv_TH: Tensor, gate_TH: Tensor) -> None:
+        residues = self._state[slot].residues
+        ratio = self._sources[layer].compress_ratio
+        kv, gate = (
+            torch.cat((old, new.detach()))
+            for old, new in zip(residues[layer], (kv_TH, gate_TH), strict=True)
+        )
+        finished = len(kv) // ratio * ratio
+        residues[layer] = (kv[finished:], gate[finished:])
 
     def extend_main(self, layer: int, slot: int, rows_SH: Tensor, keys_SJ: Tensor) -> None:
         state = self._state[slot]
@@ -115,22 +128,25 @@ class DenseKV:
         stop = start + len(rows_SH)
         self._reserve(layer, stop)
         first = slot * self._capacity[layer]
-        self._rows[layer][first + start : first + stop] = rows_SH.detach()
+        rows = fake_quantize(rows_SH.detach(), FP4_MAIN)
+        self._rows[layer][first + start : first + stop] = rows
         self._keys[layer][first + start : first + stop] = keys_SJ.detach()
         state.entries[layer] = stop
 
-    def main(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._rows[layer], self._keys[layer]
+    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> FlatMain:
+        ranges = [self._range(layer, slot) for slot in slots]
+        return FlatMain.of(layer, self._rows[layer], self._keys[layer], ranges, sequence_T)
 
-    def main_range(self, layer: int, slot: int) -> tuple[int, int]:
+    def _range(self, layer: int, slot: int) -> tuple[int, int]:
         return slot * self._capacity[layer], self._state[slot].entries[layer]
 
     def history(self, slot: int) -> Tensor:
         return self._state[slot].history
 
-    def set_history(self, slot: int, classes: Tensor) -> None:
-        old = self._state[slot]
-        self._state[slot] = _Sequence(old.length, old.entries, old.windows, old.residues, classes)
+    def extend_history(self, slot: int, classes_T: Tensor) -> None:
+        state = self._state[slot]
+        seen = torch.cat((state.history, classes_T))
+        state.history = seen[len(seen) - len(state.history) :]
 
     def _reserve(self, layer: int, entries: int) -> None:
         """Room for ``entries`` in every slot; grows by doubling."""
@@ -164,6 +180,6 @@ class DenseKV:
 
     def entries(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """Main KV ``[S, H]`` and index keys ``[S, J]`` of one sequence."""
-        first, count = self.main_range(layer, slot)
-        rows, keys = self.main(layer)
-        return rows[first : first + count], keys[first : first + count]
+        first, count = self._range(layer, slot)
+        here = slice(first, first + count)
+        return self._rows[layer][here], self._keys[layer][here]

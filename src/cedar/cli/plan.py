@@ -1,4 +1,4 @@
-"""``cedar plan``: the layer table, the parameters and the cache bytes of a model."""
+"""``cedar plan``: the layer table, the parameters and the cache of a model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cedar.analysis.cost import (
     count_inventory,
     count_parameters,
 )
+from cedar.cache.layout import KVLayout
 from cedar.checkpoint.locate import bundled_checkpoints
 from cedar.config import Half, LayerPlan, ModelConfig, plan_layers, released, tiny
 
@@ -47,6 +48,7 @@ def command(
     console.print(_layer_table(config, plan))
     console.print(_parameter_table(count_parameters(config)))
     console.print(_cache_table(config, cache_bytes(config)))
+    console.print(_layout_table(KVLayout.from_config(config)))
     console.print(_inventory_table(config, count_inventory(config)))
 
 
@@ -73,6 +75,21 @@ def document(config: ModelConfig) -> dict[str, Any]:
         },
         "inventory": count_inventory(config).to_dict(),
         "layers": [_layer_document(layer) for layer in plan_layers(config)],
+        "cache_layout": _layout_document(KVLayout.from_config(config)),
+    }
+
+
+def _layout_document(layout: KVLayout) -> dict[str, Any]:
+    return {
+        "page_tokens": layout.page_tokens,
+        "page_bytes": layout.page_bytes,
+        "entry_bytes": layout.entry_bytes,
+        "key_bytes": layout.key_bytes,
+        "window_row_bytes": layout.window_row_bytes,
+        "slot_bytes": layout.slot_bytes,
+        "ring_bytes": layout.ring_bytes,
+        "residue_bytes": layout.residue_bytes,
+        "history_bytes": layout.history_bytes,
     }
 
 
@@ -167,6 +184,27 @@ def _cache_table(config: ModelConfig, cache: CacheBytes) -> Table:
             f"main KV entry: {head} / 2 (FP4) + {head} / 16 (E4M3 scales); "
             f"index key: {key} / 2 (FP4) + {key} / 32 (E8M0 scales)"
         )
+    return table
+
+
+def _layout_table(layout: KVLayout) -> Table:
+    table = Table(title="Cache layout", title_justify="left")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    table.add_column("holds")
+    both = layout.entry_bytes + layout.key_bytes
+    for source in layout.sources:
+        held = f"{source.entries_per_page} x ({layout.entry_bytes} + {layout.key_bytes})"
+        size = source.entries_per_page * both
+        table.add_row(f"layer {source.layer}", f"{size:,}", f"{held}: entries and index keys")
+    page = f"one page: {layout.page_tokens} tokens of all sources"
+    table.add_row("page", f"{layout.page_bytes:,}", page, style="bold", end_section=True)
+    rings = f"{layout.window_layers} layers and draft blocks x {layout.window_rows} rows"
+    table.add_row("rings", f"{layout.ring_bytes:,}", f"{rings} x {layout.window_row_bytes}")
+    table.add_row("residues", f"{layout.residue_bytes:,}", "unfinished groups in float32")
+    history = f"the last {layout.history_tokens} compressed token ids"
+    table.add_row("history", f"{layout.history_bytes:,}", history)
+    table.add_row("slot", f"{layout.slot_bytes:,}", "one running request", style="bold")
     return table
 
 

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 from cedar.config.model import ModelConfig
 from cedar.config.plan import LayerPlan
 from cedar.model.compressor import Compressor
-from cedar.model.context import ForwardContext, MainKV, Rotary, Shared
+from cedar.model.context import ForwardContext, Rotary, Shared
 from cedar.model.indexer import Indexer
 from cedar.model.linear import BuildSpec, Linear, Norm, Weight, new_parameter
 from cedar.model.teacher import index_loss
+from cedar.ops.main_kv import FlatMain, MainKV
 from cedar.ops.sparse_attention import Rows
 from cedar.quant import FP4_MAIN, FP8_BLOCK, FP8_ROW, QuantTensor
 
@@ -81,24 +82,14 @@ class Attention(nn.Module):
         # The index key comes from the latent before its rotation and its FP4 round trip.
         keys = self.indexer.keys(latent, ctx)
         rotary = ctx.groups[self.plan.compress_ratio].rotary
-        rows = self.ops.cast(self.ops.rotate(latent, *rotary), FP4_MAIN)
+        rows = self.ops.rotate(latent, *rotary)
         ranges = self.compressor.finished(ctx)
         if ctx.store is not None:
             for (start, stop), slot in zip(ranges, ctx.slots, strict=True):
                 ctx.store.extend_main(layer, slot, rows[start:stop], keys[start:stop])
-            rows, keys = ctx.store.main(layer)
-            held = [ctx.store.main_range(layer, slot) for slot in ctx.slots]
-        else:
-            held = [(start, stop - start) for start, stop in ranges]
-        first = tuple(row for row, _ in held)
-        return MainKV(
-            layer=layer,
-            rows_RH=rows,
-            keys_RJ=keys,
-            first=first,
-            counts=tuple(count for _, count in held),
-            first_T=torch.tensor(first, device=x_TD.device)[ctx.sequence_T],
-        )
+            return ctx.store.main(layer, ctx.slots, ctx.sequence_T)
+        held = [(start, stop - start) for start, stop in ranges]
+        return FlatMain.of(layer, self.ops.cast(rows, FP4_MAIN), keys, held, ctx.sequence_T)
 
     def forward(
         self, x_TD: Tensor, shared: Shared, ctx: ForwardContext
@@ -132,6 +123,6 @@ class Attention(nn.Module):
                         self.ops, index_query, q, window, main, self.attn_sink, self.scale,
                         shared, plan, ctx,
                     )  # fmt: skip
-            sources = (window, main.select(shared.selection_for(plan).entries_TK))
+            sources = (window, shared.selection_for(plan).rows)
         o = self.ops.sparse_attention(q, sources, self.attn_sink, self.scale)
         return self.output(o, rotary), shared, loss

@@ -44,7 +44,7 @@ class Compressor(nn.Module):
     def _with_residues(
         self, kv: Tensor, gate: Tensor, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Put every sequence's unfinished group before its new rows, and keep the new one."""
+        """Put every sequence's unfinished group before its new rows, and store those."""
         store = ctx.store
         assert store is not None
         kvs, gates = [], []
@@ -52,10 +52,7 @@ class Compressor(nn.Module):
             old_kv, old_gate = store.residue(self.layer, slot)
             kvs.append(torch.cat((old_kv, kv[start:stop])))
             gates.append(torch.cat((old_gate, gate[start:stop])))
-            rest = len(kvs[-1]) % self.ratio
-            store.set_residue(
-                self.layer, slot, kvs[-1][len(kvs[-1]) - rest :], gates[-1][len(gates[-1]) - rest :]
-            )
+            store.extend_residue(self.layer, slot, kv[start:stop], gate[start:stop])
         return torch.cat(kvs), torch.cat(gates)
 
     def finished(self, ctx: ForwardContext) -> tuple[tuple[int, int], ...]:

@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cedar.config.plan import LayerPlan
+from cedar.config.plan import Half, LayerPlan
 from cedar.ops import Ops, widen
+from cedar.ops.main_kv import MainKV
 from cedar.ops.sparse_attention import Rows
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "GroupLayout",
     "KVStore",
     "LayerStats",
-    "MainKV",
     "Probe",
     "Rotary",
     "Selection",
@@ -34,11 +34,14 @@ __all__ = [
 class KVStore(Protocol):
     """What a model needs from a cache; slots are sequences, layers count draft blocks too."""
 
-    def length(self, slot: int) -> int:
-        """Tokens of the sequence that went through the encoder."""
+    def length(self, slot: int, half: Half = Half.ENCODER) -> int:
+        """Tokens of the sequence that went through a half."""
 
-    def advance(self, slot: int, tokens: int) -> None:
-        """Count ``tokens`` more as stored; called once, at the end of a forward pass."""
+    def advance(self, slot: int, half: Half, tokens: int) -> None:
+        """Count ``tokens`` more; called once for each half, when all its layers have stored."""
+
+    def window_length(self, slot: int, half: Half) -> int:
+        """Rows that the windows of a half hold."""
 
     def window(self, layer: int, slot: int) -> Tensor:
         """The newest window KV ``[≤ window, H]``, oldest first."""
@@ -49,23 +52,20 @@ class KVStore(Protocol):
     def residue(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """Compressor values and gates ``[g, H]`` of the unfinished group, float32."""
 
-    def set_residue(self, layer: int, slot: int, kv: Tensor, gate: Tensor) -> None:
-        """Replace the unfinished group."""
+    def extend_residue(self, layer: int, slot: int, kv_TH: Tensor, gate_TH: Tensor) -> None:
+        """Append values and gates of new tokens; finished groups are forgotten."""
 
     def extend_main(self, layer: int, slot: int, rows_SH: Tensor, keys_SJ: Tensor) -> None:
-        """Append finished entries and their index keys."""
+        """Append finished entries, rotated but not yet quantised, and their index keys."""
 
-    def main(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All stored entries ``[R, H]`` and index keys ``[R, J]``, every sequence's together."""
-
-    def main_range(self, layer: int, slot: int) -> tuple[int, int]:
-        """First row of the sequence in ``main`` and how many entries it has."""
+    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> MainKV:
+        """What a KV source has stored, for the sequences of a batch."""
 
     def history(self, slot: int) -> Tensor:
         """Engram classes of the newest tokens, int64 ``[max_ngram − 1]``, −1 for none."""
 
-    def set_history(self, slot: int, classes: Tensor) -> None:
-        """Replace the n-gram history."""
+    def extend_history(self, slot: int, classes_T: Tensor) -> None:
+        """Append the classes of new tokens."""
 
 
 class Probe(Protocol):
@@ -109,6 +109,10 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
 
+    def rows(self, index: Tensor) -> "Rotary":
+        """Those of some rows."""
+        return Rotary(self.cos[index], self.sin[index])
+
 
 class GroupLayout(NamedTuple):
     """How the tokens of a batch form compression groups of one ratio.
@@ -122,29 +126,16 @@ class GroupLayout(NamedTuple):
     rotary: Rotary
 
 
-class MainKV(NamedTuple):
-    """Global entries and index keys of one KV source, as rows of one storage."""
-
-    layer: int
-    rows_RH: Tensor
-    keys_RJ: Tensor
-    first: tuple[int, ...]  # first row of each sequence of the batch
-    counts: tuple[int, ...]  # entries of each sequence
-    first_T: Tensor  # first row of each packed token's sequence
-
-    def select(self, entries_TK: Tensor) -> Rows:
-        """Entry numbers within sequences (−1 absent) as rows of the storage."""
-        return Rows(
-            self.rows_RH,
-            torch.where(entries_TK >= 0, entries_TK + self.first_T.unsqueeze(1), -1),
-        )
-
-
 class Selection(NamedTuple):
-    """Entries that each query attends to: ascending numbers ``[T, K]``, −1 padded."""
+    """Entries that each query attends to: ascending numbers ``[T, K]``, −1 padded.
+
+    rows: the same as attention reads them. They are fetched (and dequantised, where the store is
+    packed) once by the index source, for all layers that reuse its selection.
+    """
 
     layer: int
     entries_TK: Tensor
+    rows: Rows
 
 
 class Candidates(NamedTuple):

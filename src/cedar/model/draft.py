@@ -145,6 +145,8 @@ class DraftHead(nn.ModuleList):
         for i, rows in enumerate(self.window_entries(main_TD, at)):
             for (start, stop), slot in zip(bounds, slots, strict=True):
                 store.extend_window(self.config.n_layers + i, slot, rows[start:stop])
+        for (start, stop), slot in zip(bounds, slots, strict=True):
+            store.advance(slot, Half.DRAFT, stop - start)
 
     def stored(self, slots: tuple[int, ...], store: KVStore) -> MainStates:
         """What the rings of some sequences hold."""

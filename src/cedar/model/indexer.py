@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.config.plan import LayerPlan
-from cedar.model.context import Candidates, ForwardContext, MainKV, Selection, Shared
+from cedar.model.context import Candidates, ForwardContext, Selection, Shared
 from cedar.model.linear import BuildSpec, Linear, Norm
+from cedar.ops.main_kv import MainKV
 from cedar.quant import FP4_ROW, FP8_BLOCK
 
 __all__ = ["IndexQuery", "Indexer"]
@@ -94,7 +95,8 @@ class Indexer(nn.Module):
                             scores, visible_T[chunk], self.pool_block, self.pool_blocks
                         )
                     )
-        selection = Selection(self.plan.index, torch.cat(entries))
+        chosen = torch.cat(entries)
+        selection = Selection(self.plan.index, chosen, main.select(chosen))
         if not self.plan.builds_candidates:
             return selection, shared.candidates
         return selection, Candidates(self.plan.index, torch.cat(blocks), self.pool_block)
@@ -112,8 +114,7 @@ class Indexer(nn.Module):
         self, query: IndexQuery, main: MainKV, sequence: int, seen: int, visible_T: Tensor
     ) -> Tensor:
         """Scores ``[T, seen]`` of one sequence's entries, −∞ where not visible."""
-        first = main.first[sequence]
-        scores = self.ops.index_score(query.q_TIJ, query.w_TI, main.keys_RJ[first : first + seen])
+        scores = self.ops.index_score(query.q_TIJ, query.w_TI, main.keys(sequence, seen))
         hidden = torch.arange(seen, device=scores.device) >= visible_T.unsqueeze(1)
         return scores.masked_fill(hidden, -torch.inf)
 
@@ -122,8 +123,8 @@ class Indexer(nn.Module):
     ) -> Tensor:
         """Select inside the pool, touching the pool's keys only."""
         entries = pool.entries(visible_T)
-        rows = entries.clamp_min(0) + main.first[sequence]
-        scores = self.ops.index_score_rows(query.q_TIJ, query.w_TI, main.keys_RJ, rows)
+        keys, rows = main.keys_at(sequence, entries)
+        scores = self.ops.index_score_rows(query.q_TIJ, query.w_TI, keys, rows)
         chosen = self.ops.select_entries(scores.masked_fill(entries < 0, -torch.inf), self.topk)
         return torch.where(chosen >= 0, entries.gather(1, chosen.clamp_min(0)), -1)
 

@@ -73,24 +73,23 @@ def group_layout(
 
 def lookback(
     classes_T: Tensor, batch: Batch, store: KVStore | None, order: int, pad_class: int
-) -> tuple[Tensor, list[Tensor]]:
-    """Engram classes ``[T, order]`` of each token and those before it, and the new histories.
+) -> Tensor:
+    """Engram classes ``[T, order]`` of each token and those before it.
 
     ``classes_T`` is −1 on image-span tokens. Looking back stops at the start of the sequence and
     at the first −1: that place and everything further back count as the pad class.
     """
     back = order - 1
     nothing = torch.full((back,), -1, dtype=torch.int64, device=classes_T.device)
-    rows, histories = [], []
+    rows = []
     for (start, stop), slot in zip(batch.bounds, batch.slots, strict=True):
         before = nothing if store is None else store.history(slot)
         seen = torch.cat((before, classes_T[start:stop]))
-        histories.append(seen[len(seen) - back :])
         # Column k is k places back.
         rows.append(torch.stack([seen[back - k : len(seen) - k] for k in range(order)], dim=1))
     known = torch.cat(rows)
     alive = (known >= 0).cumprod(1).bool()
-    return torch.where(alive, known, pad_class), histories
+    return torch.where(alive, known, pad_class)
 
 
 def sequence_ranges(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,7 @@ Reading order: `config/plan.py`, `context.py`, `attention.py`, `layer.py`, this 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -41,6 +41,13 @@ __all__ = ["Model", "ModelOutput", "Pass"]
 def greedy(logits: Tensor) -> Tensor:
     """The most likely token of each row."""
     return logits.argmax(-1)
+
+
+def _advance(ctx: ForwardContext, half: Half) -> None:
+    """Tell the store that a half is done with the batch."""
+    if ctx.store is not None:
+        for (start, stop), slot in zip(ctx.bounds, ctx.slots, strict=True):
+            ctx.store.advance(slot, half, stop - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ class Model(nn.Module):
                 f"{config.max_position_embeddings}. Shorten the prompt or the output."
             )
         place, sequence_T = positions(batch, starts)
-        past = tuple(min(start, config.window_size) for start in starts)
+        past = self._window_past(store, batch.slots, Half.ENCODER)
         open_T = self._open(batch)
         ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
         return ForwardContext(
@@ -245,10 +252,10 @@ class Model(nn.Module):
         if open_T is not None:
             classes = torch.where(open_T, classes, -1)
         pad = int(self.token_map[config.engram_pad_id])
-        known, histories = lookback(classes, batch, store, config.engram_max_ngram_size, pad)
+        known = lookback(classes, batch, store, config.engram_max_ngram_size, pad)
         if store is not None:
-            for slot, history in zip(batch.slots, histories, strict=True):
-                store.set_history(slot, history)
+            for (start, stop), slot in zip(batch.bounds, batch.slots, strict=True):
+                store.extend_history(slot, classes[start:stop])
         if disabled:  # the history goes on, so that a later pass may turn Engram on again
             return {}
         engrams = [layer.engram for layer in self.backbone() if layer.engram is not None]
@@ -295,11 +302,65 @@ class Model(nn.Module):
         shared = state.shared
         if first.plan.has_compressor:
             shared = first.project_main(streams, ctx, shared)
+        _advance(ctx, Half.ENCODER)
         return Pass(streams, shared, state.taps, state.stats)
 
     def decode(self, state: Pass, ctx: ForwardContext) -> Pass:
-        """The decoder half on what `encode` returned."""
-        return self._run(state, self.decoder_start, len(self.layers), ctx)
+        """The decoder half on what `encode` returned, in a context of `decoder_context`."""
+        state = self._run(state, self.decoder_start, len(self.layers), ctx)
+        _advance(ctx, Half.DECODER)
+        return state
+
+    def decoder_context(self, ctx: ForwardContext) -> ForwardContext:
+        """The same tokens as the decoder sees them: its windows may hold less than the encoder's.
+
+        After a bounded replay they begin with the first replayed token.
+        """
+        past = self._window_past(ctx.store, ctx.slots, Half.DECODER)
+        if past == ctx.window_past:
+            return ctx
+        lengths = tuple(stop - start for start, stop in ctx.bounds)
+        device = ctx.positions_T.device
+        slots = window_slots(lengths, past, self.config.window_size, device)
+        return replace(ctx, window_past=past, window_slots_TW=slots)
+
+    def sub_context(
+        self,
+        ctx: ForwardContext,
+        index: Tensor,
+        bounds: tuple[tuple[int, int], ...],
+        slots: tuple[int, ...],
+        starts: tuple[int, ...],
+    ) -> ForwardContext:
+        """The decoder's context for some packed rows of ``ctx``, sequences at ``bounds``."""
+        past = self._window_past(ctx.store, slots, Half.DECODER)
+        lengths = tuple(stop - start for start, stop in bounds)
+        device = ctx.positions_T.device
+        counts = torch.tensor(lengths, device=device)
+        return replace(
+            ctx,
+            positions_T=ctx.positions_T[index],
+            sequence_T=torch.repeat_interleave(counts, output_size=len(index)),
+            bounds=bounds,
+            starts=starts,
+            slots=slots,
+            window_past=past,
+            window_slots_TW=window_slots(lengths, past, self.config.window_size, device),
+            rotary_window=ctx.rotary_window.rows(index),
+            rotary_compressed=ctx.rotary_compressed.rows(index),
+            groups={},
+            open_T=None if ctx.open_T is None else ctx.open_T[index],
+            engram_ids={layer: ids[index] for layer, ids in ctx.engram_ids.items()},
+        )
+
+    def _window_past(
+        self, store: KVStore | None, slots: tuple[int, ...], half: Half
+    ) -> tuple[int, ...]:
+        """Window rows before the batch's tokens; one less than a window is all a token can see."""
+        if store is None:
+            return (0,) * len(slots)
+        most = self.config.window_size - 1
+        return tuple(min(store.window_length(slot, half), most) for slot in slots)
 
     def _run(self, state: Pass, start: int, stop: int, ctx: ForwardContext) -> Pass:
         streams, shared, taps, stats = state.streams, state.shared, state.taps, state.stats
@@ -343,7 +404,8 @@ class Model(nn.Module):
         ctx = self.context(
             batch, store, probe=probe, signals=signals, disable_engram=disable_engram
         )
-        state = self.decode(self.encode(self.embed_batch(batch), ctx), ctx)
+        state = self.encode(self.embed_batch(batch), ctx)
+        state = self.decode(state, self.decoder_context(ctx))
         hidden_TD = self.norm(state.streams.collapse(self.ops))
         ends = [stop - 1 for _, stop in batch.bounds]
         wanted = hidden_TD[ends] if logits == "last" else hidden_TD
@@ -352,23 +414,25 @@ class Model(nn.Module):
         taps_TX = torch.cat(state.taps, dim=1) if state.taps else None
         if taps_TX is not None:
             ctx.record("main_hidden", taps_TX)
-        if store is not None:
-            for slot, length in zip(batch.slots, batch.lengths, strict=True):
-                store.advance(slot, length)
         return ModelOutput(scores, hidden_TD, taps_TX, state.stats)
 
     # --- drafting -------------------------------------------------------------------------
 
     def draft_write(self, taps_TX: Tensor, batch: Batch, store: KVStore) -> None:
         """Give the draft rings the main states of a batch that `forward` has just stored."""
-        starts = tuple(
-            store.length(slot) - length
-            for slot, length in zip(batch.slots, batch.lengths, strict=True)
-        )
+        starts = tuple(store.length(slot, Half.DRAFT) for slot in batch.slots)
         place, _ = positions(batch, starts)
         at = rotary(place, self.frequencies_window)
         draft = self.draft
         draft.write(draft.main_states(taps_TX), at, batch.bounds, batch.slots, store)
+
+    def draft_store(self, taps_TX: Tensor, ctx: ForwardContext) -> None:
+        """The same for the tokens of a context that has just been decoded."""
+        if ctx.store is None:
+            raise ValueError("draft rings live in a store")
+        draft = self.draft
+        at = ctx.rotary_window
+        draft.write(draft.main_states(taps_TX), at, ctx.bounds, ctx.slots, ctx.store)
 
     def draft_propose(
         self,

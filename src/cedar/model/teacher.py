@@ -1,12 +1,15 @@
 """The indexer's loss: its scores should rank entries as the layer's attention weighs them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from cedar.config.plan import LayerPlan
-from cedar.model.context import ForwardContext, MainKV, Shared
+from cedar.model.context import ForwardContext, Shared
 from cedar.model.indexer import IndexQuery
 from cedar.ops import Ops, widen
+from cedar.ops.main_kv import FlatMain, MainKV
 from cedar.ops.sparse_attention import Rows
 
 __all__ = ["index_loss"]
@@ -31,17 +34,19 @@ def index_loss(
     warm-up, else the candidate pool where there is one, else the selection. Without any such
     query the loss is zero.
     """
+    if not isinstance(main, FlatMain):
+        raise TypeError("the index loss needs main KV in floating point, without a packed store")
     if main.rows_RH.shape[0] == 0:  # no sequence has finished a group yet
         return 0.0 * widen(index_query.w_TI).sum()
     q, sink = q_TNH.detach(), sink_N.detach()
     visible_T = ctx.visible_T(plan.compress_ratio)
     window = Rows(window.rows_RH.detach(), window.slots_TK)
-    main = main._replace(rows_RH=main.rows_RH.detach())
+    fixed = replace(main, rows_RH=main.rows_RH.detach())
 
     def divergence(queries: slice, entries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Sum over queries, and how many counted; ``entries`` and ``scores`` are ``[T, M]``."""
         near = Rows(window.rows_RH, window.slots_TK[queries])
-        far = main._replace(first_T=main.first_T[queries]).select(entries)
+        far = replace(fixed, first_T=main.first_T[queries]).select(entries)
         mass = ops.attention_mass(q[queries], (near, far), sink, scale)
         known = entries >= 0
         counted = known.sum(1) >= 2
@@ -54,11 +59,11 @@ def index_loss(
     if ctx.signals is not None and ctx.signals.index_dense:
         parts = []
         for n, (start, stop) in enumerate(ctx.bounds):
-            queries, first, count = slice(start, stop), main.first[n], main.counts[n]
+            queries, count = slice(start, stop), main.counts[n]
             numbers = torch.arange(count, device=visible_T.device)
             entries = torch.where(numbers < visible_T[queries].unsqueeze(1), numbers, -1)
-            keys = main.keys_RJ[first : first + count]
-            scores = ops.index_score(index_query.q_TIJ[queries], index_query.w_TI[queries], keys)
+            part = index_query.rows(queries)
+            scores = ops.index_score(part.q_TIJ, part.w_TI, main.keys(n, count))
             parts.append(divergence(queries, entries, scores))
         total = torch.stack([part for part, _ in parts]).sum()
         counted = torch.stack([part for _, part in parts]).sum()

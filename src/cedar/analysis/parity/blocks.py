@@ -19,9 +19,10 @@ from cedar.analysis.parity.report import Kind
 from cedar.cache import DenseKV
 from cedar.config.plan import LayerPlan
 from cedar.model import Batch, Model
-from cedar.model.context import Candidates, ForwardContext, MainKV, Selection, Shared, Streams
+from cedar.model.context import Candidates, ForwardContext, Selection, Shared, Streams
 from cedar.model.indexer import Indexer, IndexQuery
 from cedar.model.layer import Layer
+from cedar.ops.main_kv import FlatMain, MainKV
 
 __all__ = ["compare_blocks"]
 
@@ -54,7 +55,7 @@ class _FixedSelection(nn.Module):
         self.own, self.own_pool = self.inner.select(query, main, shared, ctx)
         selection = self.own
         if self.entries is not None:
-            selection = Selection(self.own.layer, self.entries)
+            selection = Selection(self.own.layer, self.entries, main.select(self.entries))
         return selection, self.own_pool if self.pool is None else self.pool
 
 
@@ -88,7 +89,7 @@ class _Blocks:
         x, mix = self.packed(f"layers.{layer - 1}.out"), self.packed(f"layers.{layer - 1}.pre_mix")
         return None if x is None or mix is None else Streams(x.to(self.fresh.x_TCD.dtype), mix)
 
-    def main(self, layer: int) -> MainKV | None:
+    def main(self, layer: int) -> FlatMain | None:
         """Golden entries and index keys of a KV source."""
         prefix = f"after_prefill.layers.{layer}.attn"
         rows = self.tensors.get(f"{prefix}.compress_kv_cache")
@@ -96,14 +97,12 @@ class _Blocks:
         if rows is None or keys is None:
             return None
         size = rows.shape[1]
-        first = tuple(size * n for n in range(self.count))
-        return MainKV(
-            layer=layer,
-            rows_RH=rows[: self.count].flatten(0, 1),
-            keys_RJ=keys[: self.count].flatten(0, 1),
-            first=first,
-            counts=(size,) * self.count,
-            first_T=torch.tensor(first)[self.ctx.sequence_T],
+        return FlatMain.of(
+            layer,
+            rows[: self.count].flatten(0, 1),
+            keys[: self.count].flatten(0, 1),
+            [(size * n, size) for n in range(self.count)],
+            self.ctx.sequence_T,
         )
 
     def entries(self, layer: int) -> Tensor | None:
@@ -130,8 +129,8 @@ class _Blocks:
             main = self.main(plan.kv_source) or main
         if plan.topk_source is not None and plan.topk_source != plan.index:
             entries = self.entries(plan.topk_source)
-            if entries is not None:
-                selection = Selection(plan.topk_source, entries)
+            if entries is not None and main is not None:
+                selection = Selection(plan.topk_source, entries, main.select(entries))
         if plan.candidate_source is not None:
             pool = self.pool(plan.candidate_source) or pool
         return Shared(main, selection, pool)

@@ -12,6 +12,7 @@ from cedar.analysis.parity.model_sets import edge_lengths, prompt_length
 from cedar.analysis.parity.report import Kind
 from cedar.analysis.parity.sets import Golden, GoldenSet
 from cedar.cache import DenseKV
+from cedar.config.plan import Half
 from cedar.errors import CedarError, DataError
 from cedar.model import Batch, Model
 
@@ -92,7 +93,7 @@ def _compare_fed(judge: Judge, model: Model, prefix: str, tokens_BT: Tensor, pro
 
     def commit(taps_BTX: Tensor, tokens: Tensor) -> None:
         for slot in slots:
-            store.advance(slot, taps_BTX.shape[1])
+            store.advance(slot, Half.ENCODER, taps_BTX.shape[1])
         model.draft_write(taps_BTX.flatten(0, 1), Batch.pack(tokens.tolist()), store)
 
     commit(prefill, tokens_BT[:, :prompt])

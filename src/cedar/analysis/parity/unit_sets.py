@@ -146,7 +146,7 @@ def compare_engram(judge: Judge, golden: Golden, ops: Ops) -> None:
             continue
         classes = torch.where(open_BT, ids, -1)
         batch = Batch.pack(classes.tolist())
-        known, _ = lookback(classes.flatten(), batch, None, order, settings["pad_compressed_id"])
+        known = lookback(classes.flatten(), batch, None, order, settings["pad_compressed_id"])
         hashed = [
             ops.engram_hash(known, multipliers[n], primes[n], offsets[n])
             for n in range(len(layers))

@@ -1,1 +1,0 @@
-"""Measurements. Figures are ratios or rates of one run; nothing here is a test."""

@@ -1,0 +1,342 @@
+"""The packed store: main KV in pages of bytes, everything else in a fixed slot per sequence.
+
+A global entry and an index key are held exactly as the formats say (288 and 68 bytes at the
+released sizes) and dequantised when they are read; there is no floating-point copy. Windows,
+unfinished groups and n-gram history are rings over absolute positions with room for a few tokens
+more than anyone reads, so that forgetting drafted tokens is forgetting a number.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cedar.cache.layout import KVLayout
+from cedar.config.model import ModelConfig
+from cedar.config.plan import Half, plan_layers
+from cedar.errors import CapacityError
+from cedar.ops.sparse_attention import Rows
+from cedar.quant import (
+    FP4_MAIN,
+    FP4_ROW,
+    FP8_ROW,
+    BlockFormat,
+    Element,
+    QuantTensor,
+    Scale,
+    quantize,
+)
+
+__all__ = ["PagedKV", "PagedMain"]
+
+
+def _pack(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """Rows as bytes ``[n, codes + scales]``."""
+    q = quantize(x, fmt)
+    return torch.cat((q.codes.view(torch.uint8), q.scale.view(torch.uint8)), dim=-1)
+
+
+def _unpack(raw: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
+    """The rows of `_pack`."""
+    codes_wide = fmt.element is Element.E4M3
+    # n codes and n / cols scales, or half as many codes.
+    width = raw.shape[-1] * fmt.cols // (fmt.cols + 1) if codes_wide else 0
+    if not codes_wide:
+        width = raw.shape[-1] * fmt.cols // (fmt.cols // 2 + 1) // 2
+    codes, scale = raw[..., :width].contiguous(), raw[..., width:].contiguous()
+    if codes_wide:
+        codes = codes.view(torch.float8_e4m3fn)
+    if fmt.scale is Scale.E4M3:
+        scale = scale.view(torch.float8_e4m3fn)
+    return QuantTensor(codes, scale, fmt).dequantize(dtype)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One sequence: its pages, and how far each half and each source got.
+
+    starts: the first position whose window rows a half has. protected: entries of positions below
+    are shared with others and never written again.
+    """
+
+    pages: list[int]
+    lengths: dict[Half, int] = field(default_factory=lambda: dict.fromkeys(Half, 0))
+    starts: dict[Half, int] = field(default_factory=lambda: dict.fromkeys(Half, 0))
+    stored: dict[int, int] = field(default_factory=dict)
+    protected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMain:
+    """Implements `cedar.ops.main_kv.MainKV` over pages."""
+
+    layer: int
+    counts: tuple[int, ...]
+    entries_PEB: Tensor
+    keys_PEB: Tensor
+    tables: tuple[Tensor, ...]  # pages of each sequence
+    sequence_T: Tensor
+    dtype: torch.dtype
+
+    def select(self, entries_TK: Tensor) -> Rows:
+        known = entries_TK >= 0
+        longest = max((len(table) for table in self.tables), default=0)
+        table_BP = torch.zeros((len(self.tables), max(longest, 1)), dtype=torch.int64)
+        for n, table in enumerate(self.tables):
+            table_BP[n, : len(table)] = table
+        table_TP = table_BP.to(entries_TK.device)[self.sequence_T]
+        per_page = self.entries_PEB.shape[1]
+        entry = entries_TK.clamp_min(0)
+        page = table_TP.gather(1, entry // per_page)
+        place = page * per_page + entry % per_page
+        # Each stored row is dequantised once, however many queries chose it.
+        unique, where = torch.unique(place[known], return_inverse=True)
+        rows = _unpack(self.entries_PEB.flatten(0, 1)[unique], FP4_MAIN, self.dtype)
+        slots = torch.full_like(entries_TK, -1)
+        slots[known] = where
+        return Rows(rows, slots)
+
+    def keys(self, sequence: int, stop: int) -> Tensor:
+        per_page = self.keys_PEB.shape[1]
+        pages = self.tables[sequence][: -(-stop // per_page)].to(self.keys_PEB.device)
+        return _unpack(self.keys_PEB[pages].flatten(0, 1)[:stop], FP4_ROW, self.dtype)
+
+    def keys_at(self, sequence: int, entries_TM: Tensor) -> tuple[Tensor, Tensor]:
+        per_page = self.keys_PEB.shape[1]
+        entry = entries_TM.clamp_min(0)
+        place = self.tables[sequence].to(entry.device)[entry // per_page] * per_page
+        unique, where = torch.unique(place + entry % per_page, return_inverse=True)
+        return _unpack(self.keys_PEB.flatten(0, 1)[unique], FP4_ROW, self.dtype), where
+
+
+class PagedKV:
+    """Implements `cedar.model.KVStore` for ``num_slots`` sequences over ``num_pages`` pages.
+
+    Which page belongs to whom is decided elsewhere (`cedar.cache.pages`); a slot is told its pages.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: KVLayout,
+        *,
+        num_pages: int,
+        num_slots: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.config, self.layout = config, layout
+        self.num_pages, self.num_slots = num_pages, num_slots
+        self.window_size = config.window_size
+        self._dtype = dtype
+        plans = plan_layers(config)
+        self._half = {plan.index: plan.half for plan in plans}
+        self._ratio = {plan.index: plan.compress_ratio for plan in plans if plan.has_compressor}
+        # A verified draft block is the most that is ever taken back.
+        self.slack = config.dspark_block_size + 1
+
+        def zeros(*shape: int, kind: torch.dtype = torch.uint8) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        self._entries = {
+            source.layer: zeros(num_pages, source.entries_per_page, layout.entry_bytes)
+            for source in layout.sources
+        }
+        self._keys = {
+            source.layer: zeros(num_pages, source.entries_per_page, layout.key_bytes)
+            for source in layout.sources
+        }
+        ring = self.window_size + self.slack
+        self._rings = {
+            plan.index: zeros(num_slots, ring, layout.window_row_bytes) for plan in plans
+        }
+        wide = torch.promote_types(dtype, torch.float32)
+        self._residues = {
+            layer: zeros(num_slots, ratio - 1 + self.slack, 2, config.head_dim, kind=wide)
+            for layer, ratio in self._ratio.items()
+            if ratio > 1
+        }
+        self._back = max(config.engram_max_ngram_size - 1, 0)
+        self._history = zeros(num_slots, self._back + self.slack, kind=torch.int64)
+        self._slots: list[_Slot | None] = [None] * num_slots
+
+    # --- slots and pages ------------------------------------------------------------------
+
+    def open(self, slot: int, pages: Sequence[int] = ()) -> None:
+        """Begin an empty sequence; ``pages`` may be added later."""
+        self._slots[slot] = _Slot(list(pages), stored=dict.fromkeys(self._ratio, 0))
+        self._history[slot] = -1
+
+    def close(self, slot: int) -> None:
+        """Forget a sequence. Its pages keep their bytes."""
+        self._slots[slot] = None
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """The pages of a sequence, in order."""
+        self._at(slot).pages = list(pages)
+
+    def restore(self, slot: int, tokens: int, start: int, classes_T: Tensor) -> None:
+        """Take over ``tokens`` tokens whose entries lie in the slot's pages already.
+
+        Their windows do not: the next pass has to begin at ``start`` (at a group boundary) and run
+        the tokens from there again, which rebuilds windows and writes nothing that is stored.
+        classes: Engram classes of the tokens before ``start``, the newest last.
+        """
+        state = self._at(slot)
+        state.lengths = dict.fromkeys(Half, start)
+        state.starts = dict.fromkeys(Half, start)
+        state.stored = {layer: tokens // ratio for layer, ratio in self._ratio.items()}
+        state.protected = tokens
+        if self._back:
+            ring = self._history.shape[1]
+            for k, value in enumerate(classes_T[-self._back :].flip(0).tolist(), start=1):
+                self._history[slot, (start - k) % ring] = value
+
+    def skip(self, slot: int, half: Half, position: int) -> None:
+        """A half goes on at ``position`` without any window rows before it (bounded replay)."""
+        state = self._at(slot)
+        state.lengths[half] = state.starts[half] = position
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Forget everything after the first ``tokens`` tokens; at most ``slack`` tokens."""
+        state = self._at(slot)
+        taken = state.lengths[Half.ENCODER] - tokens
+        if not 0 <= taken <= self.slack:
+            raise ValueError(f"{taken} tokens cannot be taken back; 0 to {self.slack} can")
+        for half in Half:
+            state.lengths[half] = min(state.lengths[half], tokens)
+        for layer, ratio in self._ratio.items():
+            state.stored[layer] = min(state.stored[layer], tokens // ratio)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Give ``target`` the rings, groups, history and lengths of ``source``; not its pages."""
+        old, new = self._at(source), self._at(target)
+        new.lengths, new.starts = dict(old.lengths), dict(old.starts)
+        new.stored, new.protected = dict(old.stored), old.protected
+        for ring in (*self._rings.values(), *self._residues.values(), self._history):
+            ring[target] = ring[source]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy all bytes of a page."""
+        for pool in (*self._entries.values(), *self._keys.values()):
+            pool[target] = pool[source]
+
+    def read_page(self, page: int) -> bytes:
+        """A page as it is held: sources in order, entries before keys."""
+        pools = (p for layer in self._entries for p in (self._entries[layer], self._keys[layer]))
+        return b"".join(pool[page].cpu().numpy().tobytes() for pool in pools)
+
+    def write_page(self, page: int, payload: bytes) -> None:
+        """The inverse of `read_page`."""
+        start = 0
+        for layer in self._entries:
+            for pool in (self._entries[layer], self._keys[layer]):
+                size = pool[page].numel()
+                part = torch.frombuffer(bytearray(payload[start : start + size]), dtype=torch.uint8)
+                pool[page] = part.view(pool[page].shape).to(pool.device)
+                start += size
+
+    @property
+    def global_nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(p.nbytes for p in (*self._entries.values(), *self._keys.values()))
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of all slots."""
+        rings = (*self._rings.values(), *self._residues.values(), self._history)
+        return sum(ring.nbytes for ring in rings)
+
+    # --- what the model asks for ----------------------------------------------------------
+
+    def _at(self, slot: int) -> _Slot:
+        state = self._slots[slot] if 0 <= slot < self.num_slots else None
+        if state is None:
+            raise CapacityError(f"slot {slot} is not open (num_slots is {self.num_slots})")
+        return state
+
+    def length(self, slot: int, half: Half = Half.ENCODER) -> int:
+        return self._at(slot).lengths[half]
+
+    def advance(self, slot: int, half: Half, tokens: int) -> None:
+        self._at(slot).lengths[half] += tokens
+
+    def window_length(self, slot: int, half: Half) -> int:
+        state = self._at(slot)
+        return min(state.lengths[half] - state.starts[half], self.window_size)
+
+    def window(self, layer: int, slot: int) -> Tensor:
+        half = self._half[layer]
+        stop = self.length(slot, half)
+        ring = self._rings[layer][slot]
+        places = torch.arange(stop - self.window_length(slot, half), stop, device=ring.device)
+        return _unpack(ring[places % len(ring)], FP8_ROW, self._dtype)
+
+    def extend_window(self, layer: int, slot: int, rows_TH: Tensor) -> None:
+        _append(self._rings[layer][slot], self.length(slot, self._half[layer]), rows_TH, _pack_fp8)
+
+    def residue(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        stop = self.length(slot)
+        ring = self._residues[layer][slot]
+        places = torch.arange(stop - stop % self._ratio[layer], stop, device=ring.device)
+        rows = ring[places % len(ring)]
+        return rows[:, 0], rows[:, 1]
+
+    def extend_residue(self, layer: int, slot: int, kv_TH: Tensor, gate_TH: Tensor) -> None:
+        rows = torch.stack((kv_TH, gate_TH), dim=1)
+        _append(self._residues[layer][slot], self.length(slot), rows, lambda x: x)
+
+    def extend_main(self, layer: int, slot: int, rows_SH: Tensor, keys_SJ: Tensor) -> None:
+        state = self._at(slot)
+        ratio = self._ratio[layer]
+        first = state.lengths[Half.ENCODER] // ratio
+        stop = first + len(rows_SH)
+        # Entries of a shared prefix exist already; a replay makes them again only for its windows.
+        begin = min(max(first, state.protected // ratio), stop)
+        per_page = self._entries[layer].shape[1]
+        if stop > len(state.pages) * per_page:
+            raise CapacityError(
+                f"slot {slot} holds {len(state.pages)} pages of {per_page} entries; "
+                f"layer {layer} needs {stop}"
+            )
+        number = torch.arange(begin, stop)
+        table = torch.tensor(state.pages, dtype=torch.int64)
+        place = table[number // per_page] * per_page + number % per_page
+        place = place.to(rows_SH.device)
+        self._entries[layer].flatten(0, 1)[place] = _pack(rows_SH[begin - first :], FP4_MAIN)
+        self._keys[layer].flatten(0, 1)[place] = _pack(keys_SJ[begin - first :], FP4_ROW)
+        state.stored[layer] = max(state.stored[layer], stop)
+
+    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PagedMain:
+        states = [self._at(slot) for slot in slots]
+        return PagedMain(
+            layer=layer,
+            counts=tuple(state.stored[layer] for state in states),
+            entries_PEB=self._entries[layer],
+            keys_PEB=self._keys[layer],
+            tables=tuple(torch.tensor(state.pages, dtype=torch.int64) for state in states),
+            sequence_T=sequence_T,
+            dtype=self._dtype,
+        )
+
+    def history(self, slot: int) -> Tensor:
+        stop = self.length(slot)
+        ring = self._history[slot]
+        places = torch.arange(stop - self._back, stop, device=ring.device)
+        return torch.where(places >= 0, ring[places % len(ring)], -1)
+
+    def extend_history(self, slot: int, classes_T: Tensor) -> None:
+        _append(self._history[slot], self.length(slot), classes_T, lambda x: x)
+
+
+def _pack_fp8(rows: Tensor) -> Tensor:
+    return _pack(rows, FP8_ROW)
+
+
+def _append(ring: Tensor, length: int, rows: Tensor, pack: Callable[[Tensor], Tensor]) -> None:
+    """Write the rows of the next positions; of more rows than the ring holds only the last."""
+    kept = rows[-len(ring) :].detach()
+    first = length + len(rows) - len(kept)
+    places = torch.arange(first, first + len(kept), device=ring.device) % len(ring)
+    ring[places] = pack(kept)
