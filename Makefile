@@ -40,7 +40,7 @@ soak: install
 	$(PYTEST) -m soak
 
 bench: install
-	$(BIN)/python -m benchmarks.model
+	$(BIN)/cedar bench engine
 
 demo: install
 	$(BIN)/cedar generate cedar-tiny -p "$(PROMPT)" --max-tokens 200 --seed 1

@@ -16,12 +16,14 @@ from cedar.errors import BackendUnavailable, CedarError
 # docstring is the long help. Nothing is imported to print this list.
 COMMANDS: Mapping[str, str] = {
     "generate": "Generate text with a checkpoint.",
+    "chat": "Talk with a checkpoint in the terminal.",
     "train": "Train a model by recipe.",
     "evaluate": "Measure a model on held-out text.",
     "parity": "Compare this implementation with golden files.",
     "plan": "Show layers, parameters and cache bytes of a model.",
     "check": "Check the headers of a checkpoint.",
     "convert": "Write a checkpoint in another storage form.",
+    "bench": "Measure this machine.",
     "env": "Show versions, devices and chosen implementations.",
 }
 EXIT_ERROR = 2

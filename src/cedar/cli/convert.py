@@ -24,7 +24,9 @@ class StorageName(StrEnum):
 
 
 def command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory, or a bundled name.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A checkpoint directory, or a bundled name.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
     storage: Annotated[
         StorageName,

@@ -1,56 +1,37 @@
-"""The exact model on this machine: prefill, decode and what the window of layers costs.
+"""The exact model and its simple store on this machine: prefill and decode.
 
-    python -m benchmarks.model [--device cpu] [--threads 1] [--quick] > figures.jsonl
-
-One JSON line a figure, each with commit, command and hardware; the last line is one document with
-all figures. Times are medians over repeats, after one repeat that is thrown away.
+Times are medians over repeats, after one repeat that is thrown away.
 """
 
-import argparse
-import json
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from cedar.cache import DenseKV
-from cedar.engine import LoadedModel, load_model
-from cedar.environment import describe_run
+from cedar.engine import LoadedModel
 from cedar.model import Batch
 
 _TEXT = "The people of the United States, in order to form a more perfect union, "
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--checkpoint", default="cedar-tiny")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    parser.add_argument("--quick", action="store_true", help="short contexts only")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    run = describe_run()
-    loaded = load_model(options.checkpoint, device=options.device)
-    figures: dict[str, float] = {}
-    for name, value in _figures(loaded, (256, 1024) if options.quick else (256, 1024, 4096)):
-        figures[name] = round(value, 4)
-        print(json.dumps({"figure": name, "value": figures[name], **run}), flush=True)
-    print(json.dumps(figures))
-
-
-def _figures(loaded: LoadedModel, lengths: tuple[int, ...]) -> Any:
+def measure(loaded: LoadedModel, quick: bool) -> Iterator[tuple[str, float]]:
+    """Every figure's name and value, in the order in which they are measured."""
+    lengths = (256, 1024) if quick else (256, 1024, 4096)
     config = loaded.model.config
     piece = loaded.tokenizer.encode(_TEXT)
     with torch.inference_mode():
         for length in lengths:
             ids = [config.bos_token_id, *(piece * (length // len(piece) + 1))][:length]
             whole = Batch.pack([ids], device=loaded.device)
-            seconds = _median(lambda batch=whole: loaded.model(batch, logits="last"), loaded)
+
+            def prefill(batch: Batch = whole) -> None:
+                loaded.model(batch, logits="last")
+
+            seconds = _median(prefill, loaded)
             yield f"prefill_tokens_per_second_{length}", length / seconds
             store = DenseKV(config, device=loaded.device, dtype=loaded.model.compute_dtype)
             loaded.model(whole, store, logits="last")
@@ -78,7 +59,3 @@ def _median(work: Callable[[], Any], loaded: LoadedModel, repeats: int = 5) -> f
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-if __name__ == "__main__":
-    main()

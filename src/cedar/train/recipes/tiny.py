@@ -117,5 +117,4 @@ def model() -> ModelConfig:
         engram_n_heads=heads,
         engram_head_dim=32,
         vision_rope_theta=10000,
-        max_position_embeddings=32768,
     )

@@ -1,0 +1,1 @@
+"""Measurements. Figures are ratios or rates of one run; nothing here is a test."""

@@ -1,0 +1,52 @@
+"""`cedar bench`: measure this machine."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+class Subject(StrEnum):
+    """What can be measured."""
+
+    ENGINE = "engine"
+    MODEL = "model"
+
+
+def command(
+    what: Annotated[Subject, typer.Argument(help="The packed engine, or the exact model.")],
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint directory or name.")] = "cedar-tiny",
+    device: Annotated[str, typer.Option(help='"auto", "cpu" or "cuda[:n]".')] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: torch's choice.", min=0)] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few repeats; long work once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Only the last line.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Append the figures to this file, too.")] = None,
+) -> None:
+    """Print one JSON line a figure, with commit, command and hardware; then one with them all."""
+    import json
+
+    import torch
+
+    from cedar.analysis.bench import engine, model
+    from cedar.cli.options import parse_device
+    from cedar.engine import load_model
+    from cedar.environment import describe_run
+
+    if threads:
+        torch.set_num_threads(threads)
+    about = describe_run()
+    loaded = load_model(checkpoint, device=parse_device(device))
+    measure = engine.measure if what is Subject.ENGINE else model.measure
+    figures: dict[str, float] = {}
+    for name, value in measure(loaded, quick):
+        figures[name] = round(value, 4)
+        line = json.dumps({"figure": name, "value": figures[name], **about})
+        if not as_json:
+            print(line, flush=True)
+        if out is not None:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    print(json.dumps(figures))

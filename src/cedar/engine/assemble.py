@@ -1,0 +1,170 @@
+"""The assembly point of the engine: pool, prefix cache, disk, scheduler, runner, loop."""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from cedar.cache.disk import DiskTier
+from cedar.cache.layout import KVLayout
+from cedar.cache.pages import PageAllocator
+from cedar.cache.prefix import PrefixIndex
+from cedar.engine.build import LoadedModel
+from cedar.engine.core import EngineCore
+from cedar.engine.drafting import Drafter
+from cedar.engine.limits import EngineLimits
+from cedar.engine.runner import Replay, Runner
+from cedar.engine.scheduler import Scheduler
+from cedar.engine.tiers import PrefixTier
+from cedar.errors import ConfigError
+
+__all__ = ["EngineConfig", "build_core"]
+
+_SAMPLED_BLOCKS = 64
+_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an engine uses memory and time. Bad values raise one `ConfigError`.
+
+    pool_tokens: what the paged cache holds, all requests together; None is one sequence of the
+        greatest length.
+    page_tokens: tokens of a page; None is the smallest that fits the model (`KVLayout`).
+    max_running: sequences that run at a time; each has a slot.
+    max_waiting: requests that may queue.
+    token_budget: tokens of one step; long prompts are run in chunks.
+    replay: which shortcuts prefill takes, see `Replay`.
+    draft: draft tokens and verify them; tokens are the same, only the speed differs.
+    max_draft: drafts verified at once for one sequence; None is the whole block.
+    prefix_cache: keep finished prompts in free pages. Always off with ``replay="off"``.
+    disk_cache, disk_bytes: a directory for prefixes that outlive the process, and its cap.
+    check: verify the books after every step; for tests.
+    """
+
+    pool_tokens: int | None = None
+    page_tokens: int | None = None
+    max_running: int = 16
+    max_waiting: int = 1024
+    token_budget: int = 1024
+    replay: str = "decoder"
+    draft: bool = False
+    max_draft: int | None = None
+    prefix_cache: bool = True
+    disk_cache: str | Path | None = None
+    disk_bytes: int = 16 << 30
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value!r}; expected an integer of 1 or more"
+            for name in (
+                "pool_tokens",
+                "page_tokens",
+                "max_running",
+                "max_waiting",
+                "token_budget",
+                "max_draft",
+                "disk_bytes",
+            )
+            if (value := getattr(self, name)) is not None
+            and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+        ]
+        modes = [mode.value for mode in Replay]
+        if self.replay not in modes:
+            problems.append(f"replay is {self.replay!r}; expected one of {', '.join(modes)}")
+        elif self.replay == Replay.OFF and self.disk_cache is not None:
+            problems.append('disk_cache needs the prefix cache, which replay "off" excludes')
+        if not problems and self.token_budget < self.max_running:
+            problems.append(
+                f"token_budget is {self.token_budget}; expected at least max_running = "
+                f"{self.max_running}, one token for each sequence"
+            )
+        if problems:
+            raise ConfigError("engine: " + "; ".join(problems) + ".")
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """What can be set."""
+        return tuple(field.name for field in fields(cls))
+
+
+def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
+    """An engine's loop around a loaded model.
+
+    Raises `ConfigError` for a page that does not fit the model, `RequestError` for drafting
+    without a draft head, and what `DiskTier` raises for its directory.
+    """
+    model = loaded.model.config
+    layout = KVLayout.from_config(model, config.page_tokens)
+    pool_tokens = config.pool_tokens or model.max_position_embeddings
+    num_pages = layout.pages_for(pool_tokens)
+    replay = Replay(config.replay)
+    runner = Runner(
+        loaded,
+        layout,
+        num_pages=num_pages,
+        num_slots=config.max_running,
+        replay=replay,
+        draft=config.draft,
+    )
+    allocator = PageAllocator(num_pages)
+    index = tier = None
+    if config.prefix_cache and replay is not Replay.OFF:
+        salt = b"memory" if config.disk_cache is None else _fingerprint(loaded, layout, replay)
+        index = PrefixIndex(allocator, layout.page_tokens, salt)
+        if config.disk_cache is not None:
+            disk = DiskTier(config.disk_cache, max_bytes=config.disk_bytes, layout_tag=salt)
+            tier = PrefixTier(index, allocator, runner, disk)
+    scheduler = Scheduler(
+        allocator,
+        index,
+        page_tokens=layout.page_tokens,
+        num_slots=config.max_running,
+        token_budget=config.token_budget,
+        max_waiting=config.max_waiting,
+    )
+    drafter = None
+    if config.draft:
+        drafter = Drafter(runner, config.max_draft or model.dspark_block_size)
+    return EngineCore(
+        runner=runner,
+        scheduler=scheduler,
+        allocator=allocator,
+        tokenizer=loaded.tokenizer,
+        limits=EngineLimits(
+            vocab_size=model.vocab_size,
+            bos=model.bos_token_id,
+            eos=model.eos_token_id,
+            max_positions=model.max_position_embeddings,
+            page_tokens=layout.page_tokens,
+            num_pages=num_pages,
+            page_bytes=layout.page_bytes,
+            slot_bytes=layout.slot_bytes,
+            max_waiting=config.max_waiting,
+        ),
+        drafter=drafter,
+        tier=tier,
+        check=config.check,
+    )
+
+
+def _fingerprint(loaded: LoadedModel, layout: KVLayout, replay: Replay) -> bytes:
+    """Names everything but the tokens that cached entries depend on.
+
+    Of the weight files it takes names, sizes, both ends and evenly spaced blocks: any training
+    changes those, and half a terabyte need not be read.
+    """
+    model = loaded.model
+    digest = hashlib.sha256(b"cedar prefix 1\n")
+    digest.update(json.dumps(model.config.to_flat(), sort_keys=True).encode())
+    digest.update(f"{layout!r} {model.compute_dtype} {loaded.device.type} {replay}".encode())
+    for path in sorted(loaded.directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"\n{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            last = max(size - _BLOCK_BYTES, 0)
+            for number in range(_SAMPLED_BLOCKS):
+                file.seek(last * number // (_SAMPLED_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.digest()
