@@ -269,11 +269,8 @@ class Oracle:
         self._real = drafter.propose
         self._wrong = wrong
         self._vocab = core.limits.vocab_size
-        self._known = {
-            (each.params.seed, k): expected(replay, each.name)[k]
-            for each in catalogue()
-            for k in range(each.params.n)
-        }
+        self._replay = replay
+        self._names = {each.params.seed: each.name for each in catalogue()}
         self._most = drafter._most
         drafter.propose = self.propose  # type: ignore[method-assign]
 
@@ -285,5 +282,8 @@ class Oracle:
 
     def _draft(self, sampler: Sampler) -> tuple[int, ...]:
         at = sampler.position
-        text = self._known[sampler.seed, sampler._sample][at : at + self._most]
-        return tuple((token + 1) % self._vocab if self._wrong() else token for token in text)
+        text = expected(self._replay, self._names[sampler.seed])[sampler._sample]
+        return tuple(
+            (token + 1) % self._vocab if self._wrong() else token
+            for token in text[at : at + self._most]
+        )

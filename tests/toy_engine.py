@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from cedar.cache.pages import PageAllocator
 from cedar.cache.prefix import Match, PrefixIndex
@@ -127,6 +128,7 @@ class ToyEngine:
     end: int = END  # the token that ends a text; -1 for none
     cancel_rate: float = 0.0
     fork_rate: float = 0.0
+    max_forks: int = 40  # as forks fork too, they might never end
     shorten: bool = False  # prefix hits, at random
     check: bool = True
 
@@ -214,7 +216,9 @@ class ToyEngine:
         children = []
         if sequence.finish_reason is None and item.kind is not ItemKind.VERIFY:
             planned = self.fork_plan.pop(sequence.id, 0) if item.wants_logits else 0
-            while planned or self.chance.random() < self.fork_rate:
+            while planned or (
+                self.forks < self.max_forks and self.chance.random() < self.fork_rate
+            ):
                 planned = max(0, planned - 1)
                 self.forks += 1
                 past, prompt = tuple(sequence.generated), sequence.request.tokens
@@ -293,3 +297,8 @@ class ToyEngine:
         if self.index is not None:
             self.index.evict(self.num_pages)
         assert self.allocator.free == self.num_pages
+
+
+def toy(**settings: Any) -> ToyEngine:
+    """Texts that end with max_tokens only, so that lengths are known."""
+    return ToyEngine(end=-1, **settings)

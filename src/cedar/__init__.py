@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cedar.cache import DenseKV
     from cedar.config import ModelConfig, plan_layers, presets
-    from cedar.engine import SamplingParams, generate, load_model
+    from cedar.engine import LLM, Engine, EngineConfig, SamplingParams, generate, load_model
     from cedar.errors import CedarError
     from cedar.model import Batch, Model, TrainSignals, WeightStorage
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "Batch",
     "CedarError",
     "DenseKV",
+    "Engine",
+    "EngineConfig",
     "Model",
     "ModelConfig",
     "SamplingParams",
@@ -32,6 +35,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "LLM": "cedar.engine",
+    "Engine": "cedar.engine",
+    "EngineConfig": "cedar.engine",
     "Batch": "cedar.model",
     "CedarError": "cedar.errors",
     "DenseKV": "cedar.cache",

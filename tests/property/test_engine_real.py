@@ -192,11 +192,12 @@ def test_a_broken_runner_is_noticed(
         run(schedule)
 
 
-@pytest.mark.parametrize("replay", ["off", "decoder"])
-@pytest.mark.parametrize("budget", [1, 2, 3, 5, 7, 9, 10, 11])
+@pytest.mark.parametrize(
+    ("replay", "budget"), [("off", 1), ("off", 7), ("decoder", 3), ("decoder", 10)]
+)
 def test_an_image_span_may_be_cut_at_every_position(replay: str, budget: int) -> None:
     """Chunks of many sizes, of prompts with images inside and across pages."""
-    names = ["image 0", "image 1", "image 2"]
+    names = ["image 0", "image 2"]
     core = make_core(replay=replay, max_running=1, token_budget=budget)
     for name in names:
         request = next(each for each in catalogue() if each.name == name)

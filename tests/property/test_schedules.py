@@ -160,7 +160,7 @@ def random_requests(engine: ToyEngine, count: int, seed: int) -> None:
 def test_two_thousand_requests_through_a_small_pool(prefix: bool) -> None:
     engine = ToyEngine(
         num_pages=16, num_slots=6, token_budget=16, drafts=3, fork_rate=0.02, prefix=prefix,
-        chance=Random(1),
+        max_forks=500, chance=Random(1),
     )  # fmt: skip
     random_requests(engine, 2000, 2)
     engine.check_end()

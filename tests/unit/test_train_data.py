@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from train_setting import small_config, write_corpus
 
 from cedar.errors import DataError
+from cedar.inputs.documents import read_documents
 from cedar.train.config import TrainConfig
 from cedar.train.data import (
     IGNORED,
@@ -24,7 +25,7 @@ from cedar.train.data import (
     with_corpus,
 )
 from cedar.train.packing import pack_best_fit, split_documents
-from cedar.train.tokens import TokenFile, read_documents, tokenize
+from cedar.train.tokens import TokenFile, tokenize
 
 BOS, EOS = 0, 1
 

@@ -37,7 +37,7 @@ class KVLayout:
     A *page* is the main KV and the index keys of ``page_tokens`` consecutive tokens, of all
     sources. A *slot* is what one running request has besides its pages: a window ring for every
     layer and draft block, the unfinished groups, and the n-gram history. Sizes are in bytes and
-    do not count the allocator's own tables.
+    do not count the allocator's own tables, nor the room for drafts that a store may add.
 
     Formats (architecture, section 8): an entry is ``H / 2`` bytes of FP4 and ``H / 16`` of E4M3
     scales; an index key ``J / 2`` of FP4 and ``J / 32`` of E8M0 scales; a window row ``H`` of

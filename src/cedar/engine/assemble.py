@@ -140,7 +140,7 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
             page_tokens=layout.page_tokens,
             num_pages=num_pages,
             page_bytes=layout.page_bytes,
-            slot_bytes=layout.slot_bytes,
+            slot_bytes=runner.store.slot_nbytes // config.max_running,
             max_waiting=config.max_waiting,
         ),
         drafter=drafter,

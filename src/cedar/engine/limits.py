@@ -53,7 +53,7 @@ def check_tokens(prompt: Sequence[int], limits: EngineLimits) -> tuple[int, ...]
     if not given:
         raise RequestError("the prompt has no tokens; give at least one (the begin-of-text token).")
     for place, token in enumerate(given):
-        if not isinstance(token, Integral) or not 0 <= token < limits.vocab_size:
+        if not isinstance(token, Integral) or not 0 <= int(token) < limits.vocab_size:
             raise RequestError(
                 f"prompt token {place} is {token!r}; expected 0 to {limits.vocab_size - 1}."
             )

@@ -12,12 +12,12 @@ import torch
 
 from cedar.engine import LoadedModel
 from cedar.errors import DataError
+from cedar.inputs.documents import read_records
 from cedar.model import Model
 from cedar.train.config import DraftConfig, DraftMode, TrainConfig
 from cedar.train.data import DeviceBatch, HeldOut, hold_out, open_tokens, to_device
 from cedar.train.losses import correct_predictions, language_loss
 from cedar.train.step import draft_part
-from cedar.train.tokens import read_records
 
 __all__ = ["evaluate", "evaluate_sources", "held_out_sources"]
 
