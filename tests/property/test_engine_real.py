@@ -29,7 +29,7 @@ from real_engine import (
     with_image,
 )
 
-EXAMPLES = settings(max_examples=6, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=4, deadline=None, derandomize=True)
 MANY = settings(max_examples=60, deadline=None)
 
 
