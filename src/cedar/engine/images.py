@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from cedar.inputs.images import ImageSettings, SpanType, expand_spans, preprocess, span_types
@@ -50,8 +51,10 @@ def place_images(
     images: list[ImageInput] = []
     grown = 0  # how much longer the text before is than in ``tokens``
     places = [i for i, token in enumerate(tokens) if token == image_token_id]
-    for place, picture, (patches, plan) in zip(places, pictures, prepared, strict=True):
-        digest = hashlib.sha256(f"{picture.size} {picture.mode} ".encode() + picture.tobytes())
+    for place, (patches, plan) in zip(places, prepared, strict=True):
+        # Of what the tower sees: a palette's indices or an alpha channel would not say it all.
+        seen = patches.contiguous().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(f"{plan.patch_grid} ".encode() + seen)
         types = tuple(int(kind) for kind in span_types(plan))
         start = place + grown
         images.append(ImageInput(start, types, patches, plan.patch_grid, digest.digest()))

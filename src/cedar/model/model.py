@@ -47,6 +47,9 @@ def _advance(ctx: ForwardContext, half: Half) -> None:
     """Tell the store that a half is done with the batch."""
     if ctx.store is not None:
         for (start, stop), slot in zip(ctx.bounds, ctx.slots, strict=True):
+            if half is Half.ENCODER and ctx.classes_T is not None:
+                # Not before: a batch that is refused must leave the history as it was.
+                ctx.store.extend_history(slot, ctx.classes_T[start:stop])
             ctx.store.advance(slot, half, stop - start)
 
 
@@ -194,6 +197,7 @@ class Model(nn.Module):
         place, sequence_T = positions(batch, starts)
         past = self._window_past(store, batch.slots, Half.ENCODER)
         open_T = self._open(batch)
+        classes_T = self._classes(batch, open_T)
         ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
         return ForwardContext(
             ops=self.ops,
@@ -213,7 +217,8 @@ class Model(nn.Module):
                 for ratio in ratios
             },
             open_T=open_T,
-            engram_ids=self._engram_ids(batch, store, open_T, probe, disable_engram),
+            classes_T=classes_T,
+            engram_ids=self._engram_ids(batch, classes_T, store, probe, disable_engram),
             store=store,
             probe=probe,
             signals=signals,
@@ -224,40 +229,42 @@ class Model(nn.Module):
         types = batch.image_types_T
         if types is None or not bool((types >= 0).any()):
             return None
+        self._need_vision()
+        return types < 0
+
+    def _need_vision(self) -> None:
         if not self.config.vision_n_layers:
             raise RequestError(
                 "the batch holds an image, but this model has no vision tower "
                 "(vision_n_layers is 0). Send text only."
             )
-        return types < 0
+
+    def _classes(self, batch: Batch, open_T: Tensor | None) -> Tensor | None:
+        """Engram classes of the batch's tokens, −1 on image spans; None without Engram layers."""
+        if not self.config.engram_layer_ids:
+            return None
+        if self.token_map is None:
+            raise RequestError(
+                f"layers {self.config.engram_layer_ids} hash n-grams, but the model was built "
+                "without a token map. Pass token_map=cedar.inputs.ngrams.token_map(...) of its "
+                "tokenizer."
+            )
+        classes_T = self.token_map[batch.tokens_T]
+        return classes_T if open_T is None else torch.where(open_T, classes_T, -1)
 
     def _engram_ids(
         self,
         batch: Batch,
+        classes_T: Tensor | None,
         store: KVStore | None,
-        open_T: Tensor | None,
         probe: Probe | None,
         disabled: bool,
     ) -> dict[int, Tensor]:
         """Table rows per Engram layer; they depend on token ids alone."""
-        config = self.config
-        if not config.engram_layer_ids:
+        if classes_T is None or self.token_map is None or disabled:
             return {}
-        if self.token_map is None:
-            raise RequestError(
-                f"layers {config.engram_layer_ids} hash n-grams, but the model was built without "
-                "a token map. Pass token_map=cedar.inputs.ngrams.token_map(...) of its tokenizer."
-            )
-        classes = self.token_map[batch.tokens_T]
-        if open_T is not None:
-            classes = torch.where(open_T, classes, -1)
-        pad = int(self.token_map[config.engram_pad_id])
-        known = lookback(classes, batch, store, config.engram_max_ngram_size, pad)
-        if store is not None:
-            for (start, stop), slot in zip(batch.bounds, batch.slots, strict=True):
-                store.extend_history(slot, classes[start:stop])
-        if disabled:  # the history goes on, so that a later pass may turn Engram on again
-            return {}
+        pad = int(self.token_map[self.config.engram_pad_id])
+        known = lookback(classes_T, batch, store, self.config.engram_max_ngram_size, pad)
         engrams = [layer.engram for layer in self.backbone() if layer.engram is not None]
         ids = {engram.layer: engram.hash(known) for engram in engrams}
         if probe is not None:
@@ -266,6 +273,12 @@ class Model(nn.Module):
 
     def vision_features(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """Image tokens ``[n, D]`` in reading order of one image's patches ``[P, 3, p, p]``."""
+        self._need_vision()
+        if len(patches) != grid[0] * grid[1]:
+            raise RequestError(
+                f"an image has {len(patches)} patches, but its grid of {grid[0]} x {grid[1]} needs "
+                f"{grid[0] * grid[1]}. Use cedar.inputs.images.preprocess for both."
+            )
         features = self.vision(patches.to(self.compute_dtype), grid)
         return self.aligner(features, grid)
 
