@@ -74,7 +74,7 @@ def test_lookback(sequences: list[list[int]], order: int) -> None:
     """Histories end at the start of their sequence and at image tokens (−1), also by the way."""
     batch = Batch.pack([[0] * len(s) for s in sequences])
     classes = torch.tensor([c for s in sequences for c in s])
-    got, _ = lookback(classes, batch, None, order, PAD)
+    got = lookback(classes, batch, None, order, PAD)
     want = [naive_lookback(s[: t + 1], order) for s in sequences for t in range(len(s))]
     assert got.tolist() == want
     # Token by token, through the store.
@@ -84,10 +84,10 @@ def test_lookback(sequences: list[list[int]], order: int) -> None:
         running = [i for i, s in enumerate(sequences) if t < len(s)]
         step = Batch.pack([[0]] * len(running), slots=running)
         now = torch.tensor([sequences[i][t] for i in running])
-        got, histories = lookback(now, step, store, order, PAD)
-        for i, row, history in zip(running, got.tolist(), histories, strict=True):
+        got = lookback(now, step, store, order, PAD)
+        for i, row, one in zip(running, got.tolist(), now.split(1), strict=True):
             rows[i].append(row)
-            store.set_history(i, history)
+            store.extend_history(i, one)
     assert [row for one in rows for row in one] == want
 
 
