@@ -1,12 +1,15 @@
 """Memory of the reference path grows linearly with the text: queries are taken in chunks."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 GIB = 2**30
+# What is freed goes back at once: a peak is then of live tensors, not of the C library's pools.
+PROMPT_FREEING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 # Runs alone, so that the peak is its own. Linux hands ru_maxrss on to a child process, so there the
 # peak comes from VmHWM, which begins anew with the program. Elsewhere ru_maxrss has to do.
@@ -53,6 +56,7 @@ print(json.dumps({"start": start, "peak": peak(), "seconds": time.process_time()
 def measure(length: int, mode: str) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(length), mode],
+        env=os.environ | PROMPT_FREEING,
         capture_output=True,
         text=True,
         timeout=280,
@@ -77,7 +81,7 @@ def growth(mode: str, length: int) -> tuple[list[float], float]:
     needs before it has seen a token varies from machine to machine.
     """
     peaks = [measure(factor * length, mode)["peak"] for factor in (1, 2, 4)]
-    assert peaks[1] > peaks[0] + 16 * 2**20  # the text, not the start, makes the peak
+    assert peaks[1] > peaks[0] + 8 * 2**20  # the text, not the start, makes the peak
     return peaks, (peaks[2] - peaks[1]) / (peaks[1] - peaks[0])
 
 
