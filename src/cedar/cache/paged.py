@@ -40,10 +40,8 @@ def _pack(x: Tensor, fmt: BlockFormat) -> Tensor:
 def _unpack(raw: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
     """The rows of `_pack`."""
     codes_wide = fmt.element is Element.E4M3
-    # n codes and n / cols scales, or half as many codes.
-    width = raw.shape[-1] * fmt.cols // (fmt.cols + 1) if codes_wide else 0
-    if not codes_wide:
-        width = raw.shape[-1] * fmt.cols // (fmt.cols // 2 + 1) // 2
+    per_scale = fmt.cols if codes_wide else fmt.cols // 2  # bytes of codes that share a scale
+    width = raw.shape[-1] * per_scale // (per_scale + 1)
     codes, scale = raw[..., :width].contiguous(), raw[..., width:].contiguous()
     if codes_wide:
         codes = codes.view(torch.float8_e4m3fn)
