@@ -34,21 +34,27 @@ def quantize(x: Tensor, fmt: BlockFormat) -> QuantTensor:
 
 def fake_quantize(x: Tensor, fmt: BlockFormat) -> Tensor:
     """Quantise and dequantise ``x``, in its own type; the gradient passes straight through."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _rounded(x, fmt)
     value: Tensor = _StraightThrough.apply(x, fmt)  # type: ignore[no-untyped-call]
     return value
+
+
+def _rounded(x: Tensor, fmt: BlockFormat) -> Tensor:
+    blocks = to_blocks(x.to(torch.float32), fmt)
+    _, factor = _scales_of(blocks, fmt)
+    normal = (blocks / factor).clamp(-fmt.largest, fmt.largest)
+    if fmt.element is Element.E4M3:
+        rounded = normal.to(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        rounded = _round_to_e2m1(normal)
+    return from_blocks(rounded * factor, fmt, x.shape).to(x.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fmt: BlockFormat) -> Tensor:
-        blocks = to_blocks(x.to(torch.float32), fmt)
-        _, factor = _scales_of(blocks, fmt)
-        normal = (blocks / factor).clamp(-fmt.largest, fmt.largest)
-        if fmt.element is Element.E4M3:
-            rounded = normal.to(torch.float8_e4m3fn).to(torch.float32)
-        else:
-            rounded = _round_to_e2m1(normal)
-        return from_blocks(rounded * factor, fmt, x.shape).to(x.dtype)
+        return _rounded(x, fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
