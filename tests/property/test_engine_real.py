@@ -70,6 +70,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
             # The longest request takes six pages.
             "pool_tokens": 12 * draw(st.sampled_from([6, 7, 8, 9, 12, 40])),
             "prefix_cache": draw(st.sampled_from([True, True, True, False])),
+            "ring_snapshots": draw(st.sampled_from([64, 64, 2, 1])),
+            "prefix_hits": draw(st.sampled_from(["replay", "exact"])),
         },
         arrivals=tuple(sorted(arrivals)),
         cancels=cancels,
@@ -83,7 +85,11 @@ def run(schedule: Schedule) -> tuple[EngineCore, Counter[str]]:
     options = schedule.options
     if schedule.draft:  # a sequence takes one token and its drafts
         options = options | {"draft": True}
-    core = make_core(replay=schedule.replay, **options)
+    # With exact hits the windows of a prefix are never approximate.
+    replay = schedule.replay
+    if replay == "decoder" and options.get("prefix_hits") == "exact":
+        replay = "encoder+decoder"
+    core = make_core(replay=replay, **options)
     index = index_of(core)
     chance = Random(schedule.seed)
     if schedule.draft:
@@ -125,6 +131,7 @@ def run(schedule: Schedule) -> tuple[EngineCore, Counter[str]]:
     happened.update(
         preempted=stats.preemptions,
         cached=stats.cached_tokens,
+        resumed=stats.snapshot_hits,
         accepted=sum(stats.accepted),
         rejected=sum(stats.drafted) - sum(stats.accepted),
     )
@@ -155,11 +162,18 @@ HARD = Schedule(
 )
 
 
-@pytest.mark.parametrize("replay", ["off", "decoder"])
-def test_everything_at_once(replay: str) -> None:
+@pytest.mark.parametrize(
+    ("replay", "hits"), [("off", "replay"), ("decoder", "replay"), ("decoder", "exact")]
+)
+def test_everything_at_once(replay: str, hits: str) -> None:
     """One schedule of which it is known that all of it happens."""
-    _, happened = run(Schedule(**{**vars(HARD), "replay": replay}))
-    assert happened["cached"] == 0 if replay == "off" else happened["cached"] > 60
+    options = {**HARD.options, "prefix_hits": hits}
+    _, happened = run(Schedule(**{**vars(HARD), "replay": replay, "options": options}))
+    if replay == "off":
+        assert happened["cached"] == happened["resumed"] == 0
+    else:
+        assert happened["cached"] > (60 if hits == "replay" else 40)
+        assert happened["resumed"] > 1
     assert happened["preempted"] > 0
     assert happened["cancelled"] == 2
     assert happened["accepted"] > 10

@@ -197,7 +197,7 @@ def test_packed_equals_alone(
 @pytest.mark.parametrize("mixed", ["window_slots", "group_layout", "lookback"])
 def test_packed_notices_mixed_sequences(mixed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: windows, groups or n-grams that run on into the next sequence."""
-    import cedar.model.model as module
+    import cedar.model.contexts as module
 
     model = model_of("ratio 2 and 1")
     texts = [plain_text(model, n, n) for n in (9, 13)]

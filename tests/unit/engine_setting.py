@@ -7,6 +7,7 @@ it notices slots and pages that contradict each other.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from cedar.engine.params import SamplingParams
 from cedar.engine.runner_protocol import Work
 from cedar.engine.sampler import Sampler
 from cedar.engine.scheduler import Scheduler
+from cedar.engine.snapshots import Snapshots
 from cedar.engine.stopping import StopChecker
 from cedar.engine.tiers import PrefixTier
 from cedar.errors import CapacityError
@@ -53,6 +55,8 @@ def toy_logits(tokens: Sequence[int]) -> Tensor:
 
 class ToyResult(NamedTuple):
     logits: Tensor | None
+    selected_KE: Tensor | None = None
+    snapshots: dict[int, Any] = {}  # noqa: RUF012
 
 
 class ToyProposal(NamedTuple):
@@ -78,18 +82,25 @@ class ToyRunner:
     tables: dict[int, tuple[int, ...]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     """Sequences of each pass."""
+    resumed: list[int] = field(default_factory=list)
+    """Where the snapshots were taken that were used."""
 
     def execute(self, work: Sequence[Work]) -> list[ToyResult]:
-        for each in work:
-            if self.poison is not None and self.poison in each.tokens:
-                raise CapacityError(f"token {self.poison} is too much")
-            if self.crash is not None and self.crash in each.tokens:
-                raise ZeroDivisionError("the runner broke")
+        before = deepcopy((self.pages, self.slots, self.tables))
+        try:
+            results = [self._run(each) for each in work]
+        except Exception:
+            self.pages, self.slots, self.tables = before
+            raise
         self.lengths.append(len(work))
-        return [self._run(each) for each in work]
+        return results
 
     def _run(self, work: Work) -> ToyResult:
         slot = self.slots[work.slot]
+        if self.poison is not None and self.poison in work.tokens:
+            raise CapacityError(f"token {self.poison} is too much")
+        if self.crash is not None and self.crash in work.tokens:
+            raise ZeroDivisionError("the runner broke")
         assert len(slot) == work.start, (len(slot), work.start)
         assert len(work.pages) * PAGE >= work.start + len(work.tokens)
         self.tables[work.slot] = work.pages
@@ -99,11 +110,13 @@ class ToyRunner:
         slot.extend(work.tokens)
         stored = self._stored(work.pages, len(slot))
         assert stored[-TAIL:] == slot[-TAIL:], "the slot and the pages contradict each other"
+        # The tail is what a window would be.
+        taken = {at: (at, stored[max(at - TAIL, 0) : at]) for at in work.snapshots}
         count = {"none": 0, "last": 1, "all": len(work.tokens)}[work.wants_logits]
         if count == 0:
-            return ToyResult(None)
+            return ToyResult(None, snapshots=taken)
         ends = range(len(stored) - count + 1, len(stored) + 1)
-        return ToyResult(torch.stack([toy_logits(stored[:end]) for end in ends]))
+        return ToyResult(torch.stack([toy_logits(stored[:end]) for end in ends]), snapshots=taken)
 
     def _stored(self, pages: Sequence[int], count: int) -> list[int]:
         return [self.pages[pages[i // PAGE]][i % PAGE] for i in range(count)]
@@ -115,10 +128,20 @@ class ToyRunner:
         del self.slots[slot]
 
     def restore(
-        self, slot: int, pages: Sequence[int], tokens: int, tail_tokens: Sequence[int]
+        self,
+        slot: int,
+        pages: Sequence[int],
+        tokens: int,
+        tail_tokens: Sequence[int],
+        snapshot: Any = None,
     ) -> None:
         assert len(tail_tokens) == tokens
         assert self._stored(pages, tokens) == list(tail_tokens), "the hit is of another text"
+        if snapshot is not None:
+            at, tail = snapshot
+            assert 0 < at <= tokens
+            assert tail == list(tail_tokens[max(at - TAIL, 0) : at]), "windows of another text"
+            self.resumed.append(at)
         self.slots[slot] = list(tail_tokens)
 
     def copy_slot(self, source: int, target: int) -> None:
@@ -183,13 +206,17 @@ def make_core(
     max_waiting: int = 100,
     draft: bool = False,
     prefix: bool = True,
+    snapshots: int = 0,
+    exact_hits: bool = False,
     disk: Path | None = None,
     clock: Any = None,
 ) -> EngineCore:
     runner = runner or ToyRunner(num_pages)
     allocator = PageAllocator(num_pages)
-    index = PrefixIndex(allocator, PAGE, b"toy") if prefix else None
-    tier = None
+    index = tier = windows = None
+    if prefix:
+        index = PrefixIndex(allocator, PAGE, b"toy", max_snapshots=snapshots)
+        windows = Snapshots(index, window=TAIL, reach=TAIL) if snapshots else None
     if disk is not None and index is not None:
         store = DiskTier(disk, max_bytes=1 << 22, layout_tag=b"toy")
         tier = PrefixTier(index, allocator, runner, store)
@@ -202,6 +229,7 @@ def make_core(
             num_slots=num_slots,
             token_budget=token_budget,
             max_waiting=max_waiting,
+            limit_hit=windows.exact_hit if windows and exact_hits else None,
         ),
         allocator=allocator,
         tokenizer=tokenizer(),
@@ -217,6 +245,7 @@ def make_core(
             max_waiting=max_waiting,
         ),
         drafter=Drafter(runner, 4) if draft else None,
+        snapshots=windows,
         tier=tier,
         clock=clock or FakeClock(),
         check=True,

@@ -63,6 +63,12 @@ class TestPlan:
         assert inventory["tensors"] == 96085
         assert inventory["bytes"] == 510286023000
         assert inventory["by_dtype"]["I8"] == {"tensors": 47232, "bytes": 278585671680}
+        layout = found["cache_layout"]
+        assert isinstance(layout, dict)
+        assert layout["slot_bytes"] == 3_128_424
+        parts = ("ring_bytes", "residue_bytes", "history_bytes")
+        assert layout["slot_bytes"] == sum(layout[part] for part in parts)
+        assert layout["slack_rows"] == 6
         layers = found["layers"]
         assert isinstance(layers, list)
         assert len(layers) == 43
@@ -88,6 +94,8 @@ class TestPlan:
             "builds pool",
             "512 / 16 (E4M3 scales)",
             "510,286,023,000",
+            "(128 + 6) rows x 528",
+            "3,128,424",
             "890",
             "534",
             "356",

@@ -37,6 +37,21 @@ class TestPutAndGet:
         with tier(tmp_path / "new" / "store") as store:
             assert [store.get(key(n)) for n in (1, 2, 3)] == [payload(1), b"abc", b""]
 
+    def test_membership_looks_at_the_index_alone(self, tmp_path: Path) -> None:
+        with tier(tmp_path) as store:
+            store.put(key(1), payload(1))
+            assert key(1) in store  # before and after it is acknowledged
+            store.flush()
+            before = store.stats()
+            assert key(1) in store
+            assert key(2) not in store
+            assert store.stats() == before
+        with pytest.raises(ValueError, match="closed"):
+            assert key(1) in store
+        with tier(tmp_path, read_only=True) as reader:
+            assert key(1) in reader
+            assert key(2) not in reader
+
     def test_any_buffer_of_any_item_size(self, tmp_path: Path) -> None:
         with tier(tmp_path) as store:
             store.put(b"k", memoryview(b"12345678").cast("Q"))
@@ -166,6 +181,7 @@ class TestSizeCap:
             kept = [number for number in range(400) if store.get(key(number)) is not None]
             assert kept == list(range(kept[0], 400))
             assert sum(len(payload(number)) for number in kept) > 0.85 * cap
+            assert [number for number in range(400) if key(number) in store] == kept
             assert store.stats().dropped == kept[0]
             assert store.stats().pages == len(kept)
             assert store.stats().bytes <= cap

@@ -139,6 +139,15 @@ class TestDamage:
             assert store.get(key(0)) == payload(0)
             assert store.get(key(1)) is None
 
+    def test_membership_is_of_the_own_tag(self, tmp_path: Path, caplog: Log) -> None:
+        fill(tmp_path, range(5), layout_tag=b"another model")
+        with tier(tmp_path) as store:
+            assert not any(key(number) in store for number in range(5))
+            assert self.one_warning(caplog, "another model or cache format")
+            assert store.stats().rejected == 0
+            store.put(key(1), payload(1))
+            assert key(1) in store
+
     def test_a_foreign_record_behind_a_good_index_entry(self, tmp_path: Path, caplog: Log) -> None:
         fill(tmp_path / "a", [1])
         fill(tmp_path / "b", [1], layout_tag=b"another model")

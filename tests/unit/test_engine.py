@@ -180,6 +180,24 @@ def test_stop_strings_end_a_text_and_are_not_shown() -> None:
         assert found.text == whole.text[: whole.text.index(cut)]
 
 
+@pytest.mark.parametrize("stop", ["string", "token", "length"])
+def test_the_last_output_names_the_stop_string(stop: str) -> None:
+    prompt = [7, 8, 9]
+    whole = alone(prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    cut = whole.text[len(whole.text) // 2 :][:2]
+    more: dict[str, Any] = {
+        "string": {"stop": ("no such text", cut)},
+        "token": {"stop_token_ids": (whole.tokens[4],)},
+        "length": {},
+    }[stop]
+    core = make_core()
+    core.submit(core.request(prompt, SamplingParams(temperature=0.0, max_tokens=20, **more)))
+    *before, last = _all(core)
+    assert last.stopped_by == (cut if stop == "string" else None)
+    assert last.finish_reason == ("length" if stop == "length" else "stop")
+    assert all(output.stopped_by is None for output in before)
+
+
 def test_a_grammar_sees_accepted_tokens_only() -> None:
     class Even:
         """Only even tokens, which it counts."""
@@ -373,12 +391,24 @@ def test_a_refused_request_ends_alone() -> None:
         assert tokens == alone(prompt, GREEDY).tokens
 
 
-def test_a_fault_of_the_runner_ends_its_batch_and_no_more() -> None:
+def test_a_fault_of_the_runner_is_not_the_end_of_the_engine() -> None:
     core = make_core(ToyRunner(64, crash=99))
     id = core.submit(core.request([7, 99, 8], GREEDY))
     assert drain(core)[id, 0].finish_reason == "error"
     id = core.submit(core.request([7, 8], GREEDY))
     assert drain(core)[id, 0] == alone([7, 8], GREEDY)
+
+
+def test_a_fault_of_the_runner_ends_the_guilty_alone() -> None:
+    runner = ToyRunner(64, crash=99)
+    core = make_core(runner, draft=True)
+    given = [[5, 6], [7, 99, 8], [9, 10, 11]]
+    ids = [core.submit(core.request(prompt, GREEDY)) for prompt in given]
+    found = drain(core)
+    assert found[ids[1], 0].finish_reason == "error"
+    for id, prompt in ((ids[0], given[0]), (ids[2], given[2])):
+        assert found[id, 0] == alone(prompt, GREEDY)
+    assert runner.slots == {}  # all are closed
 
 
 def test_a_grammar_that_breaks_ends_its_request() -> None:
@@ -409,6 +439,26 @@ def test_prefixes_outlive_the_engine(tmp_path: Path) -> None:
         assert tuple(t for o in outputs for t in o.tokens) == alone(prompt, GREEDY).tokens
         assert outputs[-1].usage.cached_tokens == expected
         core.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+def test_what_an_unfinished_request_stored_outlives_the_engine_too(
+    how: str, tmp_path: Path
+) -> None:
+    prompt = list(range(10, 30))
+    core = make_core(disk=tmp_path / "cache")
+    endless = SamplingParams(temperature=0.0, max_tokens=200)
+    id = core.submit(core.request(prompt, endless, timeout=0.1 if how == "deadline" else None))
+    for _ in range(10):
+        core.step()
+    if how == "cancelled":
+        core.cancel(id)
+    assert drain(core)[id, 0].finish_reason == how
+    core.close()
+    core = make_core(disk=tmp_path / "cache")
+    core.submit(core.request(prompt, GREEDY))
+    assert _all(core)[-1].usage.cached_tokens == 16
+    core.close()
 
 
 # --- the asynchronous face ------------------------------------------------------------------
@@ -475,6 +525,7 @@ def test_cancelling_and_leaving_a_stream_end_the_request() -> None:
 def test_closing_ends_streams_and_the_thread() -> None:
     async def go() -> None:
         engine = Engine.around(make_core(num_pages=250))
+        assert engine.alive
         id = await engine.submit([4, 5], SamplingParams(seed=1, max_tokens=900))
         reader = asyncio.create_task(_text(engine, id))
         await asyncio.sleep(0.05)
@@ -482,6 +533,7 @@ def test_closing_ends_streams_and_the_thread() -> None:
         assert (await reader)[-1].finish_reason == "cancelled"
         with pytest.raises(RequestError, match="engine is closed"):
             await engine.submit([4], GREEDY)
+        assert not engine.alive
         await engine.close()
 
     before = threading.active_count()
@@ -503,6 +555,7 @@ def test_a_fault_of_the_loop_reaches_everybody(monkeypatch: pytest.MonkeyPatch) 
             assert last.finish_reason == "error"
             assert isinstance(last.error, CedarError)
             assert "broken books" in str(last.error)
+            assert not engine.alive
             with pytest.raises(RequestError, match="stopped after a fault"):
                 await engine.submit([4], GREEDY)
 

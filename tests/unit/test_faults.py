@@ -18,7 +18,7 @@ from torch import Tensor
 import cedar.cache.paged as paged
 import cedar.engine.live as live
 import cedar.engine.sampler as sampler_module
-import cedar.model.model as model_module
+import cedar.model.contexts as contexts_module
 from cedar.cache import DenseKV
 from cedar.cache.layout import KVLayout
 from cedar.cache.paged import PagedKV, PagedMain
@@ -261,7 +261,7 @@ def test_history_after_chunks_hits_and_rejections(monkeypatch: pytest.MonkeyPatc
 
 def seen_ngrams(patch: pytest.MonkeyPatch) -> dict[int, tuple[int, ...]]:
     """What Engram hashes at each position, the last time it was run."""
-    real, seen = model_module.lookback, {}
+    real, seen = contexts_module.lookback, {}
 
     def watch(classes: Tensor, batch: Batch, store: Any, order: int, pad: int) -> Tensor:
         rows = real(classes, batch, store, order, pad)
@@ -269,7 +269,7 @@ def seen_ngrams(patch: pytest.MonkeyPatch) -> dict[int, tuple[int, ...]]:
         seen.update({start + i: tuple(row) for i, row in enumerate(rows.tolist())})
         return rows
 
-    patch.setattr(model_module, "lookback", watch)
+    patch.setattr(contexts_module, "lookback", watch)
     return seen
 
 
@@ -311,13 +311,13 @@ def test_history_across_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert seen == {at: wanted[at] for at in seen}
 
     check()
-    real = model_module.lookback
+    real = contexts_module.lookback
 
     def blind(found: Tensor, *rest: Any) -> Tensor:
         return real(found.clamp_min(0), *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_module, "lookback", blind)
+        patch.setattr(contexts_module, "lookback", blind)
         with pytest.raises(AssertionError):
             check()
     # The same in what a hit restores alone, and other classes.
@@ -362,7 +362,7 @@ def check_neighbours() -> None:
 
 def test_packed_sequences_that_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     check_neighbours()
-    select, keys, slots = PagedMain.select, PagedMain.keys, model_module.window_slots
+    select, keys, slots = PagedMain.select, PagedMain.keys, contexts_module.window_slots
 
     def first_table(self: PagedMain, entries: Tensor) -> Any:
         return select(replace(self, sequence_T=self.sequence_T * 0), entries)
@@ -384,7 +384,7 @@ def test_packed_sequences_that_read_each_other(monkeypatch: pytest.MonkeyPatch) 
     for where, name, fault in (
         (PagedMain, "select", first_table),
         (PagedMain, "keys", first_keys),
-        (model_module, "window_slots", no_border),
+        (contexts_module, "window_slots", no_border),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, fault)

@@ -8,6 +8,7 @@ import torch
 
 from cedar.analysis.cost import cache_bytes
 from cedar.cache.layout import KVLayout
+from cedar.cache.paged import PagedKV
 from cedar.config import ModelConfig, released, tiny
 from cedar.errors import ConfigError
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW, quantize
@@ -37,10 +38,12 @@ def test_released_by_hand() -> None:
     assert layout.page_bytes == 890 * 64
     found = [(s.layer, s.ratio, s.entries_per_page) for s in layout.sources]
     assert found == [(2, 2, 32), (8, 2, 32), (14, 2, 32), (20, 1, 64)]
-    assert layout.ring_bytes == (20 + 20 + 3) * 128 * 528
-    assert layout.residue_bytes == 3 * 2 * 1 * 512 * 4
-    assert layout.history_bytes == 3 * 8
-    assert layout.slot_bytes == 2_918_424
+    # A block of 5 drafts and the token before it can be taken back.
+    assert layout.slack == 6
+    assert layout.ring_bytes == (20 + 20 + 3) * (128 + 6) * 528
+    assert layout.residue_bytes == 3 * 2 * (1 + 6) * 512 * 4
+    assert layout.history_bytes == (3 + 6) * 8
+    assert layout.slot_bytes == 3_128_424
 
 
 def test_bytes_of_a_long_context() -> None:
@@ -50,21 +53,29 @@ def test_bytes_of_a_long_context() -> None:
     assert layout.pages_for(65) == 2
     million = layout.pages_for(1 << 20)
     assert million * layout.page_bytes == 890 << 20
-    assert layout.total_bytes(million, 4) == (890 << 20) + 4 * 2_918_424
+    assert layout.total_bytes(million, 4) == (890 << 20) + 4 * 3_128_424
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        released(),
-        tiny(),
-        dataclasses.replace(released(), kv_source_layers=(2, 8, 20)),
-        with_ratios(0, 0, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1, 0, 0),
-        with_ratios(0, 0, 8, 8, 8, 8, 2, 2, 2, 2, 2, 2, 0, 0),
-        window_layers_only(),
-    ],
-    ids=["released", "tiny", "three sources", "ratio 3", "ratios 8 and 2", "windows"],
-)
+def without_drafts() -> ModelConfig:
+    return dataclasses.replace(
+        tiny(), n_mtp_layers=0, dspark_block_size=0, compress_ratios=tiny().compress_ratios[:-2]
+    )
+
+
+CONFIGS = {
+    "released": released(),
+    "tiny": tiny(),
+    "three sources": dataclasses.replace(released(), kv_source_layers=(2, 8, 20)),
+    "ratio 3": with_ratios(0, 0, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1, 0, 0),
+    "ratios 8 and 2": with_ratios(0, 0, 8, 8, 8, 8, 2, 2, 2, 2, 2, 2, 0, 0),
+    "windows": window_layers_only(),
+    "no drafts": without_drafts(),
+    "long drafts": dataclasses.replace(tiny(), dspark_block_size=9),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@every_config
 def test_the_cost_analysis_agrees(config: ModelConfig) -> None:
     layout, cost = KVLayout.from_config(config), cache_bytes(config)
     assert layout.bytes_per_token == cost.total
@@ -89,12 +100,47 @@ def test_quantised_tensors_have_these_bytes(config: ModelConfig) -> None:
         for source in layout.sources
     )
     assert layout.page_bytes == page
-    ring = quantize(torch.ones(config.window_size, config.head_dim), FP8_ROW).nbytes
+    drafts = config.dspark_block_size + 1
+    ring = quantize(torch.ones(config.window_size + drafts, config.head_dim), FP8_ROW).nbytes
     assert layout.ring_bytes == (config.n_layers + config.n_mtp_layers) * ring
-    residues = sum(2 * torch.ones(s.ratio - 1, config.head_dim).nbytes for s in layout.sources)
+    residues = sum(
+        2 * torch.ones(s.ratio - 1 + drafts, config.head_dim).nbytes
+        for s in layout.sources
+        if s.ratio > 1
+    )
     assert layout.residue_bytes == residues
-    history = torch.zeros(config.engram_max_ngram_size - 1, dtype=torch.int64)
+    history = torch.zeros(config.engram_max_ngram_size - 1 + drafts, dtype=torch.int64)
     assert layout.history_bytes == history.nbytes
+
+
+def store_bytes(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype) -> tuple[int, int]:
+    """What the packed store really holds: all pages, all slots."""
+    store = PagedKV(
+        config,
+        KVLayout.from_config(config),
+        num_pages=pages,
+        num_slots=slots,
+        device="meta",  # sizes alone
+        dtype=dtype,
+    )
+    return store.global_nbytes, store.slot_nbytes
+
+
+@every_config
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_store_takes_these_bytes(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Pages and slots to the byte, whatever the drafts and the ratios."""
+    layout = KVLayout.from_config(config)
+    for pages, slots in ((1, 1), (1000, 64)):
+        held = store_bytes(config, pages, slots, dtype)
+        assert held == (pages * layout.page_bytes, slots * layout.slot_bytes)
+        assert layout.total_bytes(pages, slots) == sum(held)
+
+
+def test_rows_for_drafts_that_are_not_counted_would_be_seen() -> None:
+    for config in (released(), tiny()):
+        layout = dataclasses.replace(KVLayout.from_config(config), slack=0)
+        assert layout.slot_bytes != store_bytes(config, 1, 1, torch.float32)[1]
 
 
 def test_pages_hold_whole_groups_and_candidate_blocks() -> None:

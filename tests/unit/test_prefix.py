@@ -154,6 +154,20 @@ class TestEvict:
         assert order == [old[1], new[1], old[0]]
         assert (len(index), pool.free, index.stats().evicted) == (0, 8, 3)
 
+    def test_asking_for_a_page_is_no_use(self) -> None:
+        """It neither counts, nor protects, nor retains."""
+        pool, index = filled()
+        first, second = learn(index, [1] * 4), learn(index, [2] * 4)
+        before = index.stats()
+        (key,) = index.keys([1] * 4)
+        assert index.page(key) == first[0]
+        assert index.page(b"unknown") is None
+        assert index.stats() == before
+        assert pool.refcount(first[0]) == 1
+        index.evict(1)
+        assert index.page(key) is None
+        assert pool.refcount(second[0]) == 1
+
     def test_use_protects(self) -> None:
         pool, index = filled()
         first, second = learn(index, [1] * 4), learn(index, [2] * 4)

@@ -137,11 +137,21 @@ class DiskTier:
             self._pending[key] = location
             self._written += 1
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a page of this model and format is here: one look into the index.
+
+        Nothing is read or counted, so a page that is here may still prove damaged. What is not
+        here `put` would write.
+        """
+        with self._mutex:
+            self._check_open()
+            location = self._find(key)
+            return location is not None and self._is_own(location)
+
     def get(self, key: bytes) -> bytes | None:
         """The payload of a page, or ``None``."""
         with self._mutex:
-            if self._closed:
-                raise ValueError("this disk store is closed")
+            self._check_open()
             payload = self._read(key)
             self._hits += payload is not None
             self._misses += payload is None
@@ -196,13 +206,17 @@ class DiskTier:
             self._warn(b"index", f"index cannot be read ({error})")
             return None
 
+    def _is_own(self, location: Location) -> bool:
+        if location.tag != self._tag:
+            self._warn(location.tag, "holds pages of another model or cache format")
+        return location.tag == self._tag
+
     def _read(self, key: bytes) -> bytes | None:
         location = self._find(key)
         if location is None:
             return None
-        if location.tag != self._tag:
+        if not self._is_own(location):
             self._rejected += 1
-            self._warn(location.tag, "holds pages of another model or cache format")
             return None
         try:
             return self._files.read(key, location)
@@ -268,6 +282,10 @@ class DiskTier:
             f"the disk store {self.directory} cannot be written: {error}. Pages since the last "
             "flush may be lost. Free disk space, delete a damaged store, or run without one."
         )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this disk store is closed")
 
     def _check_writable(self) -> None:
         if self._closed or self.read_only:

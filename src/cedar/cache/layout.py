@@ -24,11 +24,6 @@ class SourceLayout:
     ratio: int
     entries_per_page: int
 
-    @property
-    def residue_rows(self) -> int:
-        """Most rows that an unfinished group has."""
-        return self.ratio - 1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVLayout:
@@ -36,12 +31,14 @@ class KVLayout:
 
     A *page* is the main KV and the index keys of ``page_tokens`` consecutive tokens, of all
     sources. A *slot* is what one running request has besides its pages: a window ring for every
-    layer and draft block, the unfinished groups, and the n-gram history. Sizes are in bytes and
-    do not count the allocator's own tables, nor the room for drafts that a store may add.
+    layer and draft block, the unfinished groups, and the n-gram history. All three are rings of
+    ``slack`` rows more than anyone reads, so that a verified draft block can be taken back.
+    Sizes are in bytes and do not count the allocator's own tables.
 
     Formats (architecture, section 8): an entry is ``H / 2`` bytes of FP4 and ``H / 16`` of E4M3
     scales; an index key ``J / 2`` of FP4 and ``J / 32`` of E8M0 scales; a window row ``H`` of
-    FP8 and ``H / 32`` of E8M0 scales; a residue is two float32 rows of ``H``.
+    FP8 and ``H / 32`` of E8M0 scales; a residue is two float32 rows of ``H`` (a store that
+    computes in float64 keeps them so).
     """
 
     page_tokens: int
@@ -53,6 +50,7 @@ class KVLayout:
     window_layers: int
     head_dim: int
     history_tokens: int
+    slack: int
 
     @classmethod
     def from_config(cls, config: ModelConfig, page_tokens: int | None = None) -> "KVLayout":
@@ -89,6 +87,8 @@ class KVLayout:
             window_layers=len(plan),
             head_dim=config.head_dim,
             history_tokens=max(config.engram_max_ngram_size - 1, 0),
+            # The newest token and the drafts behind it are the most that is ever taken back.
+            slack=config.dspark_block_size + 1,
         )
 
     @property
@@ -103,20 +103,34 @@ class KVLayout:
         return Fraction(self.page_bytes, self.page_tokens)
 
     @property
+    def ring_rows(self) -> int:
+        """Rows of one window ring: the window and the slack."""
+        return self.window_rows + self.slack
+
+    def residue_rows(self, source: SourceLayout) -> int:
+        """Rows that hold a source's unfinished group and the slack; none where groups are of 1."""
+        return source.ratio - 1 + self.slack if source.ratio > 1 else 0
+
+    @property
+    def history_rows(self) -> int:
+        """Compressed token ids that a slot holds: those of an n-gram's past and the slack."""
+        return self.history_tokens + self.slack
+
+    @property
     def ring_bytes(self) -> int:
         """Bytes of the window rings of one slot, draft blocks included."""
-        return self.window_layers * self.window_rows * self.window_row_bytes
+        return self.window_layers * self.ring_rows * self.window_row_bytes
 
     @property
     def residue_bytes(self) -> int:
         """Bytes of the unfinished groups of one slot: values and gates."""
-        rows = sum(source.residue_rows for source in self.sources)
+        rows = sum(self.residue_rows(source) for source in self.sources)
         return 2 * rows * self.head_dim * _FLOAT32_BYTES
 
     @property
     def history_bytes(self) -> int:
         """Bytes of the last compressed token ids of one slot."""
-        return self.history_tokens * _CLASS_BYTES
+        return self.history_rows * _CLASS_BYTES
 
     @property
     def slot_bytes(self) -> int:

@@ -6,13 +6,14 @@ unfinished groups and n-gram history are rings over absolute positions with room
 more than anyone reads, so that forgetting drafted tokens is forgetting a number.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from cedar.cache.layout import KVLayout
+from cedar.cache.snapshots import RingCapture, RingSnapshot
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
 from cedar.errors import CapacityError
@@ -28,7 +29,7 @@ from cedar.quant import (
     quantize,
 )
 
-__all__ = ["PagedKV", "PagedMain"]
+__all__ = ["Mark", "PagedKV", "PagedMain"]
 
 
 def _pack(x: Tensor, fmt: BlockFormat) -> Tensor:
@@ -55,7 +56,7 @@ class _Slot:
     """One sequence: its pages, and how far each half and each source got.
 
     starts: the first position whose window rows a half has. protected: entries of positions below
-    are shared with others and never written again.
+    are shared with others and never written again. capture: snapshots that the pass takes.
     """
 
     pages: list[int]
@@ -63,6 +64,29 @@ class _Slot:
     starts: dict[Half, int] = field(default_factory=lambda: dict.fromkeys(Half, 0))
     stored: dict[int, int] = field(default_factory=dict)
     protected: int = 0
+    capture: RingCapture | None = None
+
+    def copy(self) -> "_Slot":
+        """The same numbers, which later changes leave alone."""
+        return replace(
+            self,
+            pages=list(self.pages),
+            lengths=dict(self.lengths),
+            starts=dict(self.starts),
+            stored=dict(self.stored),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Some sequences before a pass, for `PagedKV.rollback`.
+
+    rows: of ``slots``, what each ring held; empty where nothing that is read can be overwritten.
+    """
+
+    states: Mapping[int, _Slot]
+    slots: Tensor
+    rows: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +155,7 @@ class PagedKV:
         plans = plan_layers(config)
         self._half = {plan.index: plan.half for plan in plans}
         self._ratio = {plan.index: plan.compress_ratio for plan in plans if plan.has_compressor}
-        # A verified draft block is the most that is ever taken back.
-        self.slack = config.dspark_block_size + 1
+        self.slack = layout.slack
 
         def zeros(*shape: int, kind: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -191,6 +214,68 @@ class PagedKV:
             for k, value in enumerate(classes_T[-self._back :].flip(0).tolist(), start=1):
                 self._history[slot, (start - k) % ring] = value
 
+    def resume(self, slot: int, tokens: int, snapshot: RingSnapshot) -> None:
+        """Take over ``tokens`` tokens whose entries lie in the slot's pages already.
+
+        The next pass goes on behind the snapshot, with its windows and history. Up to ``tokens``
+        it writes nothing that is stored. Nothing is known of the decoder.
+        """
+        at, count = snapshot.position, snapshot.rings_LRB.shape[1]
+        if not 0 < at <= tokens:
+            raise ValueError(f"a snapshot at {at} is none of the first {tokens} tokens")
+        self.restore(slot, tokens, at, snapshot.classes_R)
+        self._at(slot).starts[Half.ENCODER] = at - count
+        layers = [layer for layer, half in self._half.items() if half is Half.ENCODER]
+        for layer, rows_RB in zip(layers, snapshot.rings_LRB, strict=True):
+            ring = self._rings[layer][slot]
+            ring[torch.arange(at - count, at, device=ring.device) % len(ring)] = rows_RB
+
+    def capture(self, slot: int, positions: Sequence[int]) -> None:
+        """Let the next pass of a sequence take snapshots at positions that it goes through."""
+        state = self._at(slot)
+        if not positions or min(positions) <= state.lengths[Half.ENCODER]:
+            raise ValueError(f"snapshots at {list(positions)} lie behind the sequence's tokens")
+        state.capture = RingCapture(
+            positions,
+            # A token sees itself and one less than a window before it.
+            rows=self.window_size - 1,
+            back=self._back,
+            oldest=state.starts[Half.ENCODER],
+        )
+
+    def captured(self, slot: int) -> dict[int, RingSnapshot]:
+        """The snapshots that the pass took, by position; none if none were asked for."""
+        state = self._at(slot)
+        capture, state.capture = state.capture, None
+        return {} if capture is None else capture.finish()
+
+    def mark(self, sizes: Mapping[int, int]) -> Mark:
+        """Remember sequences (by slot) before a pass that gives them so many tokens.
+
+        Up to ``slack`` tokens overwrite no ring row that is read again, nor do those of a sequence
+        that has none; of the others the rings are copied.
+        """
+        states = {slot: self._at(slot).copy() for slot in sizes}
+        long = [
+            slot
+            for slot, size in sizes.items()
+            if size > self.slack and states[slot].lengths[Half.ENCODER] > 0
+        ]
+        slots = torch.tensor(long, dtype=torch.int64, device=self._history.device)
+        return Mark(
+            states, slots, tuple(ring[slots] for ring in self._every_ring()) if long else ()
+        )
+
+    def rollback(self, mark: Mark) -> None:
+        """Put the sequences back as they were, whatever became of the pass.
+
+        Entries that it wrote lie behind what is stored, in pages of the sequence's own.
+        """
+        for slot, state in mark.states.items():
+            self._slots[slot] = state.copy()
+        for ring, rows in zip(self._every_ring(), mark.rows, strict=False):
+            ring[mark.slots] = rows
+
     def skip(self, slot: int, half: Half, position: int) -> None:
         """A half goes on at ``position`` without any window rows before it (bounded replay)."""
         state = self._at(slot)
@@ -212,7 +297,7 @@ class PagedKV:
         old, new = self._at(source), self._at(target)
         new.lengths, new.starts = dict(old.lengths), dict(old.starts)
         new.stored, new.protected = dict(old.stored), old.protected
-        for ring in (*self._rings.values(), *self._residues.values(), self._history):
+        for ring in self._every_ring():
             ring[target] = ring[source]
 
     def copy_page(self, source: int, target: int) -> None:
@@ -243,8 +328,10 @@ class PagedKV:
     @property
     def slot_nbytes(self) -> int:
         """Bytes of all slots."""
-        rings = (*self._rings.values(), *self._residues.values(), self._history)
-        return sum(ring.nbytes for ring in rings)
+        return sum(ring.nbytes for ring in self._every_ring())
+
+    def _every_ring(self) -> tuple[Tensor, ...]:
+        return (*self._rings.values(), *self._residues.values(), self._history)
 
     # --- what the model asks for ----------------------------------------------------------
 
@@ -272,7 +359,11 @@ class PagedKV:
         return _unpack(ring[places % len(ring)], FP8_ROW, self._dtype)
 
     def extend_window(self, layer: int, slot: int, rows_TH: Tensor) -> None:
-        _append(self._rings[layer][slot], self.length(slot, self._half[layer]), rows_TH, _pack_fp8)
+        half, ring = self._half[layer], self._rings[layer][slot]
+        start, capture = self.length(slot, half), self._at(slot).capture
+        if half is Half.ENCODER and capture is not None:
+            capture.add_window(ring, start, rows_TH, _pack_fp8)
+        _append(ring, start, rows_TH, _pack_fp8)
 
     def residue(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         stop = self.length(slot)
@@ -325,7 +416,10 @@ class PagedKV:
         return torch.where(places >= 0, ring[places % len(ring)], -1)
 
     def extend_history(self, slot: int, classes_T: Tensor) -> None:
-        _append(self._history[slot], self.length(slot), classes_T, lambda x: x)
+        ring, start, capture = self._history[slot], self.length(slot), self._at(slot).capture
+        if capture is not None:
+            capture.add_history(ring, start, classes_T)
+        _append(ring, start, classes_T, lambda x: x)
 
 
 def _pack_fp8(rows: Tensor) -> Tensor:

@@ -89,6 +89,15 @@ class PrefixIndex:
     def __contains__(self, key: bytes) -> bool:
         return key in self._nodes
 
+    def page(self, key: bytes) -> int | None:
+        """The page of that name; None if it is not known.
+
+        Unlike `match` this neither counts as a look-up, nor makes the page recently used, nor
+        retains it.
+        """
+        node = self._nodes.get(key)
+        return None if node is None else node.page
+
     def keys(self, tokens: Sequence[int], image_hashes: ImageHashes = ()) -> tuple[bytes, ...]:
         """The names of all full pages of a sequence, known or not, for a tier below this one."""
         return tuple(self._chain(tokens, image_hashes, len(tokens) // self.page_tokens))
@@ -188,6 +197,11 @@ class PrefixIndex:
         while len(self._snapshots) > self.max_snapshots:
             self._snapshots.popitem(last=False)
         return True
+
+    @property
+    def num_snapshots(self) -> int:
+        """Objects that are attached now."""
+        return len(self._snapshots)
 
     def snapshot(self, key: bytes) -> object | None:
         """What was attached to a page; ``None`` if there is nothing any more."""

@@ -6,13 +6,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from cedar.cli import sampling as options
+from cedar.cli.options import Checkpoint, EngineOptions, ModelOptions, grouped, open_core
+from cedar.cli.sampling import SamplingOptions, Temperature
 from cedar.errors import CedarError, RequestError
 
 if TYPE_CHECKING:
@@ -28,8 +29,17 @@ _SYSTEM, _NO_REASONING = "<｜System｜>", "</think>"
 _HELP = "/reset forgets the conversation, /exit (or end of input) ends; Ctrl-C ends an answer"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ChatSampling(SamplingOptions):
+    temperature: Temperature = 0.8
+
+
+@grouped
 def command(
-    checkpoint: options.Checkpoint,
+    checkpoint: Checkpoint,
+    sampling: _ChatSampling,
+    model: ModelOptions,
+    engine: EngineOptions,
     system: Annotated[
         str, typer.Option(help="Text before the conversation, such as instructions.")
     ] = "",
@@ -41,85 +51,34 @@ def command(
             "otherwise turns are plain text.",
         ),
     ] = False,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.8,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    timeout: options.Timeout = None,
-    device: options.Place = "auto",
-    dtype: options.Dtype = "auto",
-    packed: options.Packed = False,
-    mapped_engram: options.MappedEngram = False,
-    draft: options.Draft = None,
-    replay: options.Replay = "decoder",
-    pool_tokens: options.PoolTokens = None,
-    cache_directory: options.CacheDirectory = None,
 ) -> None:
     """Talk with a model: a line is a turn, the answer streams to standard output.
 
     After each answer standard error has its figures: tokens per second, prompt tokens found in the
-    cache, accepted drafts, bytes held. Drafts are on if the model has a draft head. A turn that
-    cannot be served is reported and forgotten, and the conversation goes on.
+    cache, accepted drafts, bytes held. A turn that cannot be served is reported and forgotten, and
+    the conversation goes on.
     """
-    from cedar.cli.options import parse_device, parse_dtype
-    from cedar.engine.assemble import EngineConfig, build_core
-    from cedar.engine.build import load_model
-    from cedar.engine.params import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logit_bias=options.parse_logit_bias(logit_bias),
-        seed=seed,
-        stop=(*(stop or ()), *(() if protocol else ("\nUser:",))),
-        stop_token_ids=tuple(stop_token_id or ()),
-    )
-    loaded = load_model(
-        checkpoint,
-        device=parse_device(device),
-        dtype=parse_dtype(dtype),
-        packed=packed,
-        mapped_engram=mapped_engram,
-    )
+    params = sampling.params(stop=() if protocol else ("\nUser:",))
+    loaded, core = open_core(checkpoint, model, engine, max_running=1)
     config = loaded.model.config
-    conversation = Conversation(
-        loaded.tokenizer, config.bos_token_id, config.eos_token_id, protocol, system
-    )
-    core = build_core(
-        loaded,
-        EngineConfig(
-            max_running=1,
-            draft=config.n_mtp_layers > 0 if draft is None else draft,
-            replay=replay,
-            pool_tokens=pool_tokens,
-            disk_cache=cache_directory,
-        ),
-    )
     notes = Console(stderr=True)
-    if sys.stdin.isatty():
-        notes.print(f"[dim]{_HELP}[/dim]", soft_wrap=True)
     try:
+        conversation = Conversation(
+            loaded.tokenizer, config.bos_token_id, config.eos_token_id, protocol, system
+        )
+        if config.has_vision:
+            # An answer is part of the next prompt, where this token would ask for a picture.
+            never = {config.image_token_id: float("-inf")}
+            params = replace(params, logit_bias={**params.logit_bias, **never})
+        if sys.stdin.isatty():
+            notes.print(f"[dim]{_HELP}[/dim]", soft_wrap=True)
         for line in _lines():
             if line == "/reset":
                 conversation.reset()
             elif line.startswith("/"):
                 notes.print(f"[dim]{_HELP}[/dim]", soft_wrap=True)
             else:
-                _turn(core, conversation, line, params, timeout, notes)
+                _turn(core, conversation, line, params, sampling.timeout, notes)
     finally:
         core.close()
 
@@ -187,6 +146,8 @@ def _lines() -> Iterator[str]:
             line = input("User: " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is no text: {error}. Expected UTF-8.") from None
         if line == "/exit":
             return
         if line:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from cedar.cli import sampling as options
+from cedar.cli.options import Checkpoint, EngineOptions, ModelOptions, grouped, open_core
+from cedar.cli.sampling import SamplingOptions
+from cedar.errors import RequestError
 
 if TYPE_CHECKING:
     from cedar.engine.core import EngineCore
@@ -21,96 +23,58 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+_MOST_RUNNING = 16  # each running sample has a slot; further ones wait for one
+
+
+@grouped
 def command(
-    checkpoint: options.Checkpoint,
+    checkpoint: Checkpoint,
+    sampling: SamplingOptions,
+    model: ModelOptions,
+    engine: EngineOptions,
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help='Text to continue; "-" reads standard input.')
     ] = "",
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the text to continue from a file.")
     ] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 1.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
+    samples: Annotated[
+        int, typer.Option(min=1, max=1000, help="So many continuations of the prompt.")
+    ] = 1,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")
     ] = False,
-    samples: Annotated[int, typer.Option(help="So many continuations of the prompt.")] = 1,
+    control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--control-tokens",
+            help="Read spellings like <｜User｜> in the prompt as control tokens.",
+        ),
+    ] = False,
+    begin: Annotated[bool, typer.Option(help="Put the begin-of-text token first.")] = True,
     logprobs: Annotated[
         int | None, typer.Option(help="Show log probabilities, and so many likeliest tokens.")
     ] = None,
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="The same for the prompt; it runs through every layer.")
     ] = None,
-    timeout: options.Timeout = None,
-    device: options.Place = "auto",
-    dtype: options.Dtype = "auto",
-    control_tokens: Annotated[
-        bool, typer.Option(help="Read spellings like <｜User｜> in the prompt as control tokens.")
-    ] = False,
-    begin: Annotated[bool, typer.Option(help="Put the begin-of-text token first.")] = True,
-    packed: options.Packed = False,
-    mapped_engram: options.MappedEngram = False,
-    draft: options.Draft = None,
-    replay: options.Replay = "decoder",
-    pool_tokens: options.PoolTokens = None,
-    cache_directory: options.CacheDirectory = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Text only.")] = False,
 ) -> None:
     """Continue a text, streaming it to standard output; figures go to standard error.
 
     The prompt is plain text: no chat template is applied.
     """
-    from cedar.cli.options import parse_device, parse_dtype
-    from cedar.engine.assemble import EngineConfig, build_core
-    from cedar.engine.build import load_model
-    from cedar.engine.sampler import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logit_bias=options.parse_logit_bias(logit_bias),
-        seed=seed,
-        stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-        n=samples,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-    config = EngineConfig(
-        max_running=samples,
-        draft=bool(draft),
-        replay=replay,
-        pool_tokens=pool_tokens,
-        disk_cache=cache_directory,
+    params = sampling.params(
+        ignore_eos=ignore_eos, n=samples, logprobs=logprobs, prompt_logprobs=prompt_logprobs
     )
     text = _prompt_text(prompt, prompt_file)
-    place, kind = parse_device(device), parse_dtype(dtype)
     notes = Console(stderr=True, quiet=quiet)
-    loaded = load_model(
-        checkpoint, device=place, dtype=kind, packed=packed, mapped_engram=mapped_engram
-    )
+    together = min(samples, _MOST_RUNNING, max(engine.token_budget, 1))
+    loaded, core = open_core(checkpoint, model, engine, max_running=together)
     ids = [loaded.model.config.bos_token_id] if begin else []
     ids += loaded.tokenizer.encode(text, control=control_tokens)
-    core = build_core(loaded, config)
     try:
-        request = core.request(ids, params, timeout=timeout)
+        request = core.request(ids, params, timeout=sampling.timeout)
         if not quiet and samples == 1:
             _write(text)
         found, prompt_scores, held = _run(core, request)
@@ -186,13 +150,20 @@ def _write(text: str) -> None:
 
 
 def _prompt_text(prompt: str, file: Path | None) -> str:
-    from cedar.errors import RequestError
-
-    if file is None:
-        return sys.stdin.read() if prompt == "-" else prompt
-    if prompt:
+    if file is not None and prompt:
         raise RequestError("both --prompt and --prompt-file are given; give one of them.")
+    if file is None and prompt != "-":
+        return _text(prompt.encode("utf-8", "surrogateescape"), "--prompt")
+    if file is None:
+        return _text(sys.stdin.buffer.read(), "standard input")
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--prompt-file {file} cannot be read as text: {error}.") from None
+        return _text(file.read_bytes(), f"--prompt-file {file}")
+    except OSError as error:
+        raise RequestError(f"--prompt-file {file} cannot be read: {error.strerror}.") from None
+
+
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{where} is no text: {error}. Expected UTF-8.") from None

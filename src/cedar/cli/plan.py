@@ -90,6 +90,7 @@ def _layout_document(layout: KVLayout) -> dict[str, Any]:
         "ring_bytes": layout.ring_bytes,
         "residue_bytes": layout.residue_bytes,
         "history_bytes": layout.history_bytes,
+        "slack_rows": layout.slack,
     }
 
 
@@ -199,12 +200,14 @@ def _layout_table(layout: KVLayout) -> Table:
         table.add_row(f"layer {source.layer}", f"{size:,}", f"{held}: entries and index keys")
     page = f"one page: {layout.page_tokens} tokens of all sources"
     table.add_row("page", f"{layout.page_bytes:,}", page, style="bold", end_section=True)
-    rings = f"{layout.window_layers} layers and draft blocks x {layout.window_rows} rows"
-    table.add_row("rings", f"{layout.ring_bytes:,}", f"{rings} x {layout.window_row_bytes}")
+    rows = f"({layout.window_rows} + {layout.slack}) rows"
+    rings = f"{layout.window_layers} layers and draft blocks x {rows} x {layout.window_row_bytes}"
+    table.add_row("rings", f"{layout.ring_bytes:,}", rings)
     table.add_row("residues", f"{layout.residue_bytes:,}", "unfinished groups in float32")
-    history = f"the last {layout.history_tokens} compressed token ids"
+    history = f"{layout.history_tokens} + {layout.slack} compressed token ids"
     table.add_row("history", f"{layout.history_bytes:,}", history)
     table.add_row("slot", f"{layout.slot_bytes:,}", "one running request", style="bold")
+    table.caption = f"+ {layout.slack}: rows by which a verified draft block is taken back"
     return table
 
 

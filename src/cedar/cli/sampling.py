@@ -1,89 +1,122 @@
-"""The options of `cedar generate` and `cedar chat` that shape the text or the engine."""
+"""The options that shape a text: sampling and stopping."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cedar.errors import RequestError
 
-__all__ = [
-    "CacheDirectory",
-    "Checkpoint",
-    "Draft",
-    "Dtype",
-    "FrequencyPenalty",
-    "LogitBias",
-    "MappedEngram",
-    "MaxTokens",
-    "MinP",
-    "Packed",
-    "Place",
-    "PoolTokens",
-    "PresencePenalty",
-    "RepetitionPenalty",
-    "Replay",
-    "Seed",
-    "Stop",
-    "StopTokenId",
-    "Temperature",
-    "Timeout",
-    "TopK",
-    "TopP",
-    "parse_logit_bias",
+if TYPE_CHECKING:
+    from cedar.engine.params import SamplingParams
+
+__all__ = ["SamplingOptions", "Temperature", "parse_logit_bias"]
+
+_PANEL = "Sampling"  # heading of --help
+
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the most likely token.", rich_help_panel=_PANEL)
 ]
 
-Checkpoint = Annotated[
-    str, typer.Argument(help="Checkpoint directory, or a bundled name such as cedar-tiny.")
-]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most so many.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
-TopK = Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0 is off.")]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens only.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 makes every token seen so far less likely.")
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="Taken from a token's logit for each time it was generated.")
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Taken from the logit of every token that was generated.")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TOKEN=BIAS", help="Added to a token's logit; may be repeated."),
-]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")]
-StopTokenId = Annotated[
-    list[int] | None, typer.Option(help="Token id that ends the answer; may be repeated.")
-]
-Timeout = Annotated[float | None, typer.Option(help="Give up after so many seconds.")]
-Place = Annotated[str, typer.Option(help='"auto", "cpu" or "cuda[:n]".')]
-Dtype = Annotated[str, typer.Option(help='"auto" (float32 on a CPU), "float32" or "bfloat16".')]
-Packed = Annotated[bool, typer.Option(help="Keep quantised weights packed: little memory, slower.")]
-MappedEngram = Annotated[
-    bool, typer.Option(help="Leave the Engram tables on disk, read rows as needed.")
-]
-Draft = Annotated[
-    bool | None,
-    typer.Option("--draft/--no-draft", help="Draft tokens and verify them; the text is the same."),
-]
-Replay = Annotated[
-    str,
-    typer.Option(
-        help='Prefill: "decoder" runs the decoder over the last window only, "encoder+decoder" '
-        'also keeps hits of the prefix cache whole, "off" runs every token through every layer.'
-    ),
-]
-PoolTokens = Annotated[
-    int | None, typer.Option(help="Tokens that the cache holds; default: the longest sequence.")
-]
-CacheDirectory = Annotated[
-    Path | None, typer.Option(help="Keep cached prefixes on disk, in this directory.")
-]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """What every command that generates text understands; see `SamplingParams`."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", "-n", help="At most so many.", rich_help_panel=_PANEL),
+    ] = 256
+    temperature: Temperature = 1.0
+    top_k: Annotated[
+        int,
+        typer.Option(
+            help="Sample from so many likeliest tokens; 0 is off.", rich_help_panel=_PANEL
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample from the likeliest tokens that reach this share; 1 is off.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 0.95
+    min_p: Annotated[
+        float,
+        typer.Option(help="Drop tokens below this share of the likeliest.", rich_help_panel=_PANEL),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Above 1 makes every token seen so far less likely.", rich_help_panel=_PANEL
+        ),
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Taken from a token's logit for each time it was generated.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Taken from the logit of every token that was generated.", rich_help_panel=_PANEL
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKEN=BIAS",
+            help="Added to a token's logit; may be repeated.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_PANEL)
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=_PANEL),
+    ] = None
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Token id that ends the answer; may be repeated.", rich_help_panel=_PANEL
+        ),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Give up after so many seconds.", rich_help_panel=_PANEL),
+    ] = None
+
+    def params(self, *, stop: Sequence[str] = (), **more: Any) -> SamplingParams:
+        """The sampling parameters; ``stop`` is added to the texts that were given.
+
+        Raises `RequestError` for bad values, and for a bad timeout too, which is no part of them.
+        """
+        from cedar.engine.limits import check_times
+        from cedar.engine.params import SamplingParams
+
+        check_times(0, self.timeout)
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=parse_logit_bias(self.logit_bias),
+            seed=self.seed,
+            stop=(*(self.stop or ()), *stop),
+            stop_token_ids=tuple(self.stop_token_id or ()),
+            **more,
+        )
 
 
 def parse_logit_bias(given: Sequence[str] | None) -> dict[int, float]:

@@ -15,8 +15,10 @@ from cedar.engine.drafting import Drafter
 from cedar.engine.limits import EngineLimits
 from cedar.engine.runner import Replay, Runner
 from cedar.engine.scheduler import Scheduler
+from cedar.engine.snapshots import Snapshots
 from cedar.engine.tiers import PrefixTier
 from cedar.errors import ConfigError
+from cedar.inputs.images import ImageSettings
 
 __all__ = ["EngineConfig", "build_core"]
 
@@ -38,6 +40,11 @@ class EngineConfig:
     draft: draft tokens and verify them; tokens are the same, only the speed differs.
     max_draft: drafts verified at once for one sequence; None is the whole block.
     prefix_cache: keep finished prompts in free pages. Always off with ``replay="off"``.
+    prefix_hits: "replay" uses all that is cached of a prompt and runs again what `replay` says
+        where no snapshot of the windows serves; "exact" uses it up to a snapshot only, so that
+        nothing runs again and, with any `replay`, a hit gives what a cold run gives.
+    ring_snapshots: how many snapshots of the encoder's windows are kept, 1.34 MB each at the
+        released size; a hit that ends at one runs nothing of the prefix again. 0 keeps none.
     disk_cache, disk_bytes: a directory for prefixes that outlive the process, and its cap.
     check: verify the books after every step; for tests.
     """
@@ -51,6 +58,8 @@ class EngineConfig:
     draft: bool = False
     max_draft: int | None = None
     prefix_cache: bool = True
+    prefix_hits: str = "replay"
+    ring_snapshots: int = 64
     disk_cache: str | Path | None = None
     disk_bytes: int = 16 << 30
     check: bool = False
@@ -70,6 +79,17 @@ class EngineConfig:
             if (value := getattr(self, name)) is not None
             and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
         ]
+        if not isinstance(self.ring_snapshots, int) or isinstance(self.ring_snapshots, bool):
+            problems.append(f"ring_snapshots is {self.ring_snapshots!r}; expected an integer")
+        elif self.ring_snapshots < 0:
+            problems.append(f"ring_snapshots is {self.ring_snapshots}; expected 0 or more")
+        if self.prefix_hits not in ("replay", "exact"):
+            problems.append(f"prefix_hits is {self.prefix_hits!r}; expected one of replay, exact")
+        elif self.prefix_hits == "exact" and self.ring_snapshots == 0:
+            problems.append(
+                'prefix_hits "exact" needs ring_snapshots of 1 or more; without a snapshot nothing '
+                "of the cache could be used"
+            )
         modes = [mode.value for mode in Replay]
         if self.replay not in modes:
             problems.append(f"replay is {self.replay!r}; expected one of {', '.join(modes)}")
@@ -109,10 +129,18 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
         draft=config.draft,
     )
     allocator = PageAllocator(num_pages)
-    index = tier = None
+    index = tier = snapshots = None
     if config.prefix_cache and replay is not Replay.OFF:
-        salt = b"memory" if config.disk_cache is None else _fingerprint(loaded, layout, replay)
-        index = PrefixIndex(allocator, layout.page_tokens, salt)
+        salt = b"memory"
+        if config.disk_cache is not None:
+            # What an approximate replay made must not pass for exact.
+            exact = replay is Replay.DECODER or config.prefix_hits == "exact"
+            salt = _fingerprint(loaded, layout, Replay.DECODER if exact else replay)
+        index = PrefixIndex(
+            allocator, layout.page_tokens, salt, max_snapshots=config.ring_snapshots
+        )
+        if config.ring_snapshots:
+            snapshots = Snapshots(index, window=model.window_size, reach=runner.replay_tokens)
         if config.disk_cache is not None:
             disk = DiskTier(config.disk_cache, max_bytes=config.disk_bytes, layout_tag=salt)
             tier = PrefixTier(index, allocator, runner, disk)
@@ -123,6 +151,7 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
         num_slots=config.max_running,
         token_budget=config.token_budget,
         max_waiting=config.max_waiting,
+        limit_hit=snapshots.exact_hit if snapshots and config.prefix_hits == "exact" else None,
     )
     drafter = None
     if config.draft:
@@ -142,8 +171,12 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
             page_bytes=layout.page_bytes,
             slot_bytes=runner.store.slot_nbytes // config.max_running,
             max_waiting=config.max_waiting,
+            entry_tokens=runner.entry_tokens,
+            image_token_id=model.image_token_id if model.vision_n_layers else None,
         ),
+        image_settings=ImageSettings.from_config(model) if model.vision_n_layers else None,
         drafter=drafter,
+        snapshots=snapshots,
         tier=tier,
         check=config.check,
     )

@@ -13,12 +13,14 @@ from cedar.engine.assemble import EngineConfig, build_core
 from cedar.engine.build import LoadedModel
 from cedar.engine.core import EngineCore
 from cedar.engine.images import ImageInput
-from cedar.engine.limits import sampling_of
+from cedar.engine.limits import EngineLimits, sampling_of
 from cedar.engine.output import Output
 from cedar.engine.request import Request
-from cedar.engine.sampler import SamplingParams
+from cedar.engine.sampler import SamplingParams, TokenMask
 from cedar.engine.stats import EngineStats
 from cedar.errors import RequestError
+from cedar.inputs.images import ImageSettings
+from cedar.inputs.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineConfig", "EngineCore"]
 
@@ -57,6 +59,26 @@ class Engine:
 
     # --- what clients call ----------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """False once it is closed or stopped after a fault, and takes no request any more."""
+        return self._fault is None and not self._closing
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._core.tokenizer
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a request has to fit into."""
+        return self._core.limits
+
+    @property
+    def image_settings(self) -> ImageSettings | None:
+        """How pictures are cut for the model; None if it takes none."""
+        return self._core.image_settings
+
     async def submit(
         self,
         prompt: Request | str | Sequence[int],
@@ -66,11 +88,14 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         images: Sequence[ImageInput] = (),
+        masks: Callable[[], TokenMask] | None = None,
+        watch: bool = False,
     ) -> str:
         """Queue a request and return its id; `stream` gives what comes of it.
 
-        The arguments are those of `EngineCore.request`. Raises `RequestError` for whatever
-        cannot be served, and `CapacityError` if too many requests wait.
+        The arguments are those of `EngineCore.request` and `EngineCore.submit`. ``masks`` is
+        called in the engine's thread. Raises `RequestError` for whatever cannot be served, and
+        `CapacityError` if too many requests wait.
         """
         loop = self._start()
 
@@ -80,7 +105,7 @@ class Engine:
                 request = self._core.request(
                     request, params, id=id, priority=priority, timeout=timeout, images=images
                 )
-            self._core.submit(request)
+            self._core.submit(request, masks=masks, watch=watch)
             added.append(request.id)
             loop.call_soon_threadsafe(self._expect, request.id, sampling_of(request).n)
             return request.id

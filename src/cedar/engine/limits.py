@@ -19,7 +19,8 @@ class EngineLimits:
 
     vocab_size, bos, eos: of the model. max_positions: the longest sequence. page_tokens,
     num_pages: of the pool; page_bytes, slot_bytes: what one page and one running sequence hold.
-    max_waiting: requests in the queue.
+    max_waiting: requests in the queue. entry_tokens: tokens of an entry of the last index source.
+    image_token_id: what stands for an image in a prompt; None for a model that takes none.
     """
 
     vocab_size: int
@@ -31,6 +32,8 @@ class EngineLimits:
     page_bytes: int
     slot_bytes: int
     max_waiting: int
+    entry_tokens: int = 1
+    image_token_id: int | None = None
 
 
 def sampling_of(request: Request) -> SamplingParams:

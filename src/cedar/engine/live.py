@@ -41,7 +41,7 @@ class LiveText:
     """One of the ``n`` texts of a request.
 
     sequence: what the scheduler keeps of it. submitted: when the request came, in the engine's
-    clock; the other times are set as things happen.
+    clock; the other times are set as things happen. watch: report what the indexer selects.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class LiveText:
         sampler: Sampler,
         checker: StopChecker,
         submitted: float,
+        *,
+        watch: bool = False,
     ) -> None:
         self.id, self.index = id, index
         self.sequence = sequence
@@ -59,6 +61,8 @@ class LiveText:
         self.checker = checker
         self.params: SamplingParams = sampler.params
         self.submitted = submitted
+        self.watch = watch
+        self.selected: tuple[int, ...] | None = None
         self.admitted: float | None = None
         self.first: float | None = None
         self.latest = submitted
@@ -89,6 +93,11 @@ class LiveText:
         self.latest = now
         return found
 
+    def see(self, selected_KE: Tensor | None, row: int) -> None:
+        """Take what the indexer selected for the newest token that stays."""
+        if selected_KE is not None:
+            self.selected = tuple(at for at in selected_KE[row].tolist() if at >= 0)
+
     def usage(self) -> Usage:
         """Figures so far."""
         admitted = self.latest if self.admitted is None else self.admitted
@@ -107,12 +116,15 @@ class LiveText:
             decode_seconds=max(self.latest - first, 0.0),
         )
 
-    def report(self, reason: str | None = None, error: Exception | None = None) -> Output:
+    def report(
+        self, reason: str | None = None, error: Exception | None = None, *, entry_tokens: int = 1
+    ) -> Output:
         """What is new since the last report; ``reason`` ends the text, also from outside."""
         if reason is not None and self.checker.finish_reason is None:
             self._text += self.checker.flush()
         fresh, self._fresh = self._fresh, []
         text, self._text = self._text, ""
+        stopped = self.checker.stopped_by
         logprobs = None
         if self.params.logprobs is not None:
             logprobs = tuple(_entry(each) for each in fresh)
@@ -129,6 +141,9 @@ class LiveText:
             prompt_logprobs=scores,
             finish_reason=reason,
             error=error,
+            stopped_by=stopped if isinstance(stopped, str) else None,
+            selected=self.selected,
+            entry_tokens=entry_tokens,
         )
 
 

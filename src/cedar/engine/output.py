@@ -57,6 +57,11 @@ class Output:
     logprobs: one entry a token if they were asked for. prompt_logprobs: once, with the first
     output; None for the first prompt token. finish_reason: None while it runs, then "stop",
     "length", "cancelled", "deadline" or "error" (then ``error`` says what went wrong).
+    stopped_by: the stop string that ended the text; None if none did (a stop token, say).
+
+    selected: of watched requests, ascending: the first position of every entry that the last index
+    source selected for the newest token that ran; each covers ``entry_tokens`` tokens. None where
+    nothing is watched or ran.
     """
 
     id: str
@@ -68,3 +73,6 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: str | None = None
     error: Exception | None = field(default=None, compare=False)
+    stopped_by: str | None = None
+    selected: tuple[int, ...] | None = None
+    entry_tokens: int = 1

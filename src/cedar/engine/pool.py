@@ -15,11 +15,15 @@ LimitHit = Callable[[Sequence, Match], int]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Pages from the prefix cache, held for whoever asked."""
+    """Pages from the prefix cache and their names, held for whoever asked.
+
+    match_tokens: what the cache has of the prompt; the hit may be shorter.
+    """
 
     pages: tuple[int, ...] = ()
     tokens: int = 0
-    key: bytes | None = None
+    keys: tuple[bytes, ...] = ()
+    match_tokens: int = 0
 
 
 class PagePool:
@@ -83,9 +87,7 @@ class PagePool:
             tokens = min(tokens, max(0, self._limit_hit(sequence, match)))
         kept = tokens // self.page_tokens
         self.allocator.release(match.pages[kept:])
-        if kept == 0:
-            return Hit()
-        return Hit(match.pages[:kept], kept * self.page_tokens, match.keys[kept - 1])
+        return Hit(match.pages[:kept], kept * self.page_tokens, match.keys[:kept], match.tokens)
 
     def remember(self, sequence: Sequence, *, leaving: bool) -> None:
         """Put the full pages of what is computed into the prefix cache.
@@ -94,6 +96,8 @@ class PagePool:
         ones of another. Else those could not be evicted, being followed by a page that is held,
         and a sequence that needs the whole pool would never get it. A sequence that is ``leaving``
         the pool may add what nobody but itself holds.
+
+        Snapshots go to the pages that end where they were taken, as far as those are cached.
         """
         if self.index is None or sequence.computed < self.page_tokens:
             return
@@ -114,6 +118,10 @@ class PagePool:
             [(at, digest) for at, digest in hashes if at < count * self.page_tokens],
             sequence.pages[:count],
         )
+        for at, snapshot in list(sequence.snapshots.items()):
+            place = at // self.page_tokens
+            if place <= len(keys) and self.index.attach(keys[place - 1], snapshot):
+                del sequence.snapshots[at]
 
     def could_place(
         self,

@@ -94,7 +94,9 @@ class Sequence:
     pages: in order of position; may reach beyond `computed`. slot: None while waiting.
     cached_pages: how many of the first pages are in the prefix cache, these very ones.
     drafts: tokens to verify in the next step, behind the last of `tokens`.
-    hit_tokens: how many came from the prefix cache when it was last admitted.
+    hit_tokens: how many came from the prefix cache when it was last admitted, in pages named
+    hit_keys. match_tokens: how many the cache had, of which it may have taken less.
+    snapshots: by position, opaque; those not yet handed to the prefix cache.
     preemptions: how often it lost its pages. finish_reason: None until it ends.
     """
 
@@ -108,6 +110,9 @@ class Sequence:
     state: RequestState = RequestState.WAITING
     drafts: tuple[int, ...] = ()
     hit_tokens: int = 0
+    hit_keys: tuple[bytes, ...] = ()
+    match_tokens: int = 0
+    snapshots: dict[int, object] = field(default_factory=dict)
     preemptions: int = 0
     finish_reason: str | None = None
 

@@ -8,8 +8,8 @@ the prefix cache.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -17,15 +17,17 @@ from torch import Tensor
 
 from cedar.cache.layout import KVLayout
 from cedar.cache.paged import PagedKV
+from cedar.cache.snapshots import RingSnapshot
 from cedar.config.plan import Half
 from cedar.engine.build import LoadedModel
 from cedar.engine.images import ImageInput, feature_rows, image_types
 from cedar.engine.runner_protocol import Work
 from cedar.errors import RequestError
 from cedar.model import Batch
-from cedar.model.context import ForwardContext, Shared
+from cedar.model.context import ForwardContext, Selection, Shared
 from cedar.model.draft import DraftProposal
-from cedar.model.model import Pass, greedy
+from cedar.model.drafting import greedy
+from cedar.model.model import Pass
 
 __all__ = ["Replay", "RunResult", "Runner"]
 
@@ -37,7 +39,9 @@ class Replay(StrEnum):
     decoder sees the last window of the prompt only; the encoder is exact, after a prefix hit too
     (it runs again as much of the prefix as its windows reach back). ``ENCODER_DECODER``: after a
     prefix hit the encoder runs only the last window of the prefix again, so its windows are
-    approximate there.
+    approximate there, and with them what is stored of the tokens behind. Where a snapshot of the
+    windows serves, neither mode runs anything again that lies before it, and the windows are
+    exact.
     """
 
     OFF = "off"
@@ -47,9 +51,14 @@ class Replay(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """logits: float32 ``[k, V]``, the scores after each token asked for; None for "none"."""
+    """logits: float32 ``[k, V]``, the scores after each token asked for; None for "none".
+
+    selected_KE, snapshots: see `cedar.engine.runner_protocol.Result`.
+    """
 
     logits: Tensor | None
+    selected_KE: Tensor | None = None
+    snapshots: Mapping[int, RingSnapshot] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,6 +67,7 @@ class _Prefix:
 
     start: int
     tokens: tuple[int, ...]
+    snapshot: RingSnapshot | None
 
 
 class Runner:
@@ -86,9 +96,13 @@ class Runner:
             device=loaded.device,
             dtype=self.model.compute_dtype,
         )
+        sources = [plan.compress_ratio for plan in self.model.plan if plan.has_indexer]
+        self.entry_tokens = sources[-1] if sources else 1
         self._device = loaded.device
         self._prefixes: dict[int, _Prefix] = {}
         self._features: dict[int, dict[int, Tensor]] = {}  # per slot, by the image's position
+        # Per slot, from where on its windows are those of a cold run; from the start by default.
+        self._exact_from: dict[int, float] = {}
 
     # --- slots ----------------------------------------------------------------------------
 
@@ -105,14 +119,21 @@ class Runner:
     def _forget(self, slot: int) -> None:
         self._prefixes.pop(slot, None)
         self._features.pop(slot, None)
+        self._exact_from.pop(slot, None)
 
     def restore(
-        self, slot: int, pages: Sequence[int], tokens: int, tail_tokens: Sequence[int]
+        self,
+        slot: int,
+        pages: Sequence[int],
+        tokens: int,
+        tail_tokens: Sequence[int],
+        snapshot: RingSnapshot | None = None,
     ) -> None:
         """Begin a sequence whose first ``tokens`` tokens lie in ``pages`` already.
 
         tail_tokens: all of those tokens. Where the replay begins depends on the length of the
-        prompt, so it is decided by the first `execute`.
+        prompt, so it is decided by the first `execute`. snapshot: of a pass over the same tokens;
+        it serves if it lies before all that the decoder has to see, and else is left alone.
         """
         if self.replay is Replay.OFF:
             raise RequestError("replay is off: every token has to be computed, none restored.")
@@ -120,11 +141,12 @@ class Runner:
             raise ValueError(f"{tokens} tokens are restored, but {len(tail_tokens)} are given")
         self.open(slot)
         self.store.set_pages(slot, pages)
-        self._prefixes[slot] = _Prefix(tokens, tuple(tail_tokens))
+        self._prefixes[slot] = _Prefix(tokens, tuple(tail_tokens), snapshot)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Give the opened slot ``target`` everything but the pages of ``source``."""
         self.store.copy_slot(source, target)
+        self._exact_from[target] = self._exact_from.get(source, 0)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy all bytes of a page."""
@@ -152,9 +174,25 @@ class Runner:
     # --- running --------------------------------------------------------------------------
 
     def execute(self, work: Sequence[Work]) -> list[RunResult]:
-        """Run all of it in one pass; a refused batch leaves no trace."""
+        """Run all of it in one pass. One that fails, wherever and by whatever, leaves no trace."""
+        store = self.store
         with torch.inference_mode():
-            return self._execute([self._with_replay(item) for item in work])
+            mark = store.mark({item.slot: len(item.tokens) for item in work})
+            try:
+                whole = [self._with_replay(item) for item in work]
+                for item in whole:
+                    self._capture(item)
+                results = self._execute(whole)
+                taken = [store.captured(item.slot) for item in work]
+            except BaseException:
+                store.rollback(mark)
+                raise
+        for item in work:
+            self._prefixes.pop(item.slot, None)
+        return [
+            replace(result, snapshots=found) if found else result
+            for result, found in zip(results, taken, strict=True)
+        ]
 
     def draft(
         self,
@@ -173,18 +211,41 @@ class Runner:
             return 0
         return max(work.prompt_tokens - self.model.config.window_size, 0)
 
+    @property
+    def replay_tokens(self) -> int:
+        """How far before a prefix's end the encoder begins again."""
+        window = self.model.config.window_size
+        if self.replay is Replay.DECODER:
+            return self.model.decoder_start * (window - 1)  # as far as its windows reach back
+        return window
+
     def _with_replay(self, work: Work) -> Work:
         """Put the tokens of a prefix hit that have to run again before the new ones."""
         self.store.set_pages(work.slot, work.pages)
-        prefix = self._prefixes.pop(work.slot, None)
+        prefix = self._prefixes.get(work.slot)
         if prefix is None:
             return work
+        # The decoder needs what the encoder gives from its own start on.
+        needed = min(prefix.start, self.decoder_start(work))
+        snapshot = prefix.snapshot
+        if snapshot is not None and snapshot.position <= needed:
+            self.store.resume(work.slot, prefix.start, snapshot)
+            self._exact_from[work.slot] = 0
+            begin = snapshot.position
+        else:
+            begin = self._replay(work, prefix, needed)
+        return replace(work, start=begin, tokens=prefix.tokens[begin:] + work.tokens)
+
+    def _replay(self, work: Work, prefix: _Prefix, needed: int) -> int:
+        """Prepare a slot whose encoder begins without windows; returns where."""
         config = self.model.config
-        reach = config.window_size
-        if self.replay is Replay.DECODER:
-            reach = self.model.decoder_start * (config.window_size - 1)
-        begin = max(min(prefix.start, self.decoder_start(work)) - reach, 0)
+        if work.snapshots and self.replay is Replay.DECODER:
+            # A little earlier, so that the windows are exact at a place for a snapshot.
+            needed -= needed % self.store.layout.page_tokens
+        begin = max(needed - self.replay_tokens, 0)
         begin -= begin % math.lcm(*(p.compress_ratio for p in self.model.plan if p.has_compressor))
+        exact = needed if self.replay is Replay.DECODER else math.inf
+        self._exact_from[work.slot] = exact if begin else 0
         before = prefix.tokens[:begin]
         back = max(config.engram_max_ngram_size - 1, 0)
         recent = torch.tensor(before[len(before) - min(back, len(before)) :], dtype=torch.int64)
@@ -194,8 +255,14 @@ class Runner:
             classes = self.model.token_map[recent.to(self._device)].cpu()
             classes = torch.where(torch.tensor(kinds, dtype=torch.int64) < 0, classes, -1)
         self.store.restore(work.slot, prefix.start, begin, classes)
-        again = prefix.tokens[begin:]
-        return replace(work, start=begin, tokens=again + work.tokens)
+        return begin
+
+    def _capture(self, work: Work) -> None:
+        """Have the snapshots taken that are wanted, and will be exact."""
+        stop, exact = work.start + len(work.tokens), self._exact_from.get(work.slot, 0)
+        places = [at for at in work.snapshots if work.start < at <= stop and at >= exact]
+        if places:
+            self.store.capture(work.slot, places)
 
     def _execute(self, work: list[Work]) -> list[RunResult]:
         model, store = self.model, self.store
@@ -228,7 +295,7 @@ class Runner:
         if self.drafts:
             model.draft_store(torch.cat(state.taps, dim=1), inner)
         hidden_TD = model.norm(state.streams.collapse(model.ops))
-        return self._results(work, parts, inner, hidden_TD)
+        return self._results(work, parts, inner, hidden_TD, state.shared.selection)
 
     def _batch(self, work: list[Work]) -> Batch:
         """All work as packed tokens, with the parts of images that fall into it."""
@@ -268,19 +335,34 @@ class Runner:
         return self.model.sub_context(ctx, index, bounds, slots, starts)
 
     def _results(
-        self, work: list[Work], parts: list[Work], inner: ForwardContext, hidden_TD: Tensor
+        self,
+        work: list[Work],
+        parts: list[Work],
+        inner: ForwardContext,
+        hidden_TD: Tensor,
+        selection: Selection | None,
     ) -> list[RunResult]:
         """Logits of the rows that were asked for, all in one product."""
         wanted: list[int] = []
         counts: dict[int, int] = {}
+        selected: dict[int, Tensor] = {}
         for item, (start, stop) in zip(parts, inner.bounds, strict=True):
             ends = {"all": range(start, stop), "last": range(stop - 1, stop), "none": range(0)}
             chosen = ends[item.wants_logits]
             wanted += chosen
             counts[item.slot] = len(chosen)
+            if item.watch and chosen and selection is not None:
+                entries_KE = selection.entries_TK[chosen.start : chosen.stop].cpu()
+                first_KE = torch.where(entries_KE < 0, -1, entries_KE * self.entry_tokens)
+                selected[item.slot] = first_KE
         if not wanted:
             return [RunResult(None)] * len(work)
         logits = self.model.logits(hidden_TD[torch.tensor(wanted, device=self._device)])
         rows = iter(logits.split([counts[item.slot] for item in parts]))
         found = {item.slot: next(rows) for item in parts}
-        return [RunResult(found[item.slot] if counts.get(item.slot) else None) for item in work]
+        return [
+            RunResult(found[item.slot], selected.get(item.slot))
+            if counts.get(item.slot)
+            else RunResult(None)
+            for item in work
+        ]

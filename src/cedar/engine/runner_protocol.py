@@ -4,7 +4,7 @@ The loop knows tokens, slots and pages; the runner alone knows tensors, the stor
 A test may put a pure function of the token sequence in its place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,8 @@ class Work:
     prompt_tokens: the length of the prompt, that is, where generated tokens begin. Decoder
         replay starts one window before it, also when generated tokens are computed again.
     images: those of the request.
+    watch: report what the indexer selected, see `Result.selected_KE`.
+    snapshots: page boundaries at which the encoder's windows are wanted, see `Result.snapshots`.
     """
 
     slot: int
@@ -35,13 +37,25 @@ class Work:
     is_last_chunk: bool
     prompt_tokens: int
     images: tuple[Any, ...] = ()
+    watch: bool = False
+    snapshots: tuple[int, ...] = ()
 
 
 class Result(Protocol):
-    """logits: ``[k, V]``, the scores after each token asked for; None for "none"."""
+    """logits: ``[k, V]``, the scores after each token asked for; None for "none".
+
+    selected_KE: of watched work with logits, for each of those tokens the first positions of the
+    entries that the last index source selected: int64 ``[k, E]`` ascending, −1 padded; else None.
+    snapshots: by position, for `RunnerProtocol.restore`; of the wanted ones those that the pass
+    went through with windows as in a cold run.
+    """
 
     @property
     def logits(self) -> Tensor | None: ...
+    @property
+    def selected_KE(self) -> Tensor | None: ...
+    @property
+    def snapshots(self) -> Mapping[int, Any]: ...
 
 
 class Proposal(Protocol):
@@ -57,7 +71,7 @@ class RunnerProtocol(Protocol):
     """The model, its store, and a slot for every running sequence."""
 
     def execute(self, work: Sequence[Work]) -> Sequence[Result]:
-        """Run all of it in one pass; a refused batch (`CedarError`) leaves no trace."""
+        """Run all of it in one pass. One that fails, wherever and by whatever, leaves no trace."""
         ...
 
     def open(self, slot: int) -> None:
@@ -69,11 +83,17 @@ class RunnerProtocol(Protocol):
         ...
 
     def restore(
-        self, slot: int, pages: Sequence[int], tokens: int, tail_tokens: Sequence[int]
+        self,
+        slot: int,
+        pages: Sequence[int],
+        tokens: int,
+        tail_tokens: Sequence[int],
+        snapshot: Any = None,
     ) -> None:
         """Begin a sequence whose first ``tokens`` tokens lie in ``pages`` already.
 
-        tail_tokens: the last of those tokens, from which windows and history are rebuilt.
+        tail_tokens: all of those tokens, from which windows and history are rebuilt. snapshot: of
+        an earlier pass over the same tokens (`Result.snapshots`), from which they are taken.
         """
         ...
 

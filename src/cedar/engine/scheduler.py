@@ -79,6 +79,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def used_slots(self) -> set[int]:
+        """Those that somebody runs in, and those that the next plan may still copy from."""
+        running = {sequence.slot for sequence in self._running if sequence.slot is not None}
+        return running | self._forks.held_slots
+
     def sequences(self) -> tuple[Sequence, ...]:
         """All that have not ended, best rank first: the running ones, then the waiting ones."""
         return (*self._running, *self._waiting)
@@ -160,7 +166,8 @@ class Scheduler:
         self._pool.allocator.retain(shared)
         child.pages = [*shared, *last]
         child.slot, child.computed, child.state = slot, sequence.computed, sequence.state
-        child.hit_tokens = sequence.hit_tokens
+        child.hit_tokens, child.hit_keys = sequence.hit_tokens, sequence.hit_keys
+        child.match_tokens = sequence.match_tokens
         child.cached_pages = min(sequence.cached_pages, full)
         self._forks.add(sequence, child, sequence.pages[full] if rest else None)
         if item is not None:
@@ -304,8 +311,9 @@ class Scheduler:
         head.pages = [*hit.pages, *pages]
         head.slot, head.state = slot, RequestState.PREFILL
         head.computed = head.hit_tokens = hit.tokens
+        head.hit_keys, head.match_tokens = hit.keys, hit.match_tokens
         head.cached_pages = len(hit.pages)
-        return Admission(head, slot, hit.tokens, hit.key)
+        return Admission(head, slot, hit.tokens, hit.keys[-1] if hit.keys else None)
 
     # --- pieces ---------------------------------------------------------------------------------
 
@@ -322,6 +330,7 @@ class Scheduler:
         """Take pages and slot from a sequence."""
         self._forks.forget(sequence)
         self._remember(sequence, leaving=True)
+        sequence.snapshots.clear()
         self._pool.release(sequence.pages)
         sequence.pages = []
         sequence.cached_pages = 0
@@ -344,7 +353,7 @@ class Scheduler:
         return sequence
 
     def _free_slot(self) -> int | None:
-        taken = {sequence.slot for sequence in self._running} | self._forks.held_slots
+        taken = self.used_slots
         return next((slot for slot in range(self.num_slots) if slot not in taken), None)
 
     def _check_new(self, id: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cedar.config.model import ModelConfig
 from cedar.errors import BackendUnavailable, CedarError, ConfigError, RequestError
+from cedar.inputs.picture_bytes import lean, sniff
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -208,37 +209,57 @@ def expand_spans(
     return ids, types
 
 
-def open_image(source: bytes | str | Path) -> "Image.Image":
-    """Decode an image file (its bytes, or a path) to RGB, within the limits of this module.
+def open_image(
+    source: bytes | str | Path,
+    *,
+    formats: Sequence[str] = FORMATS,
+    max_bytes: int | None = None,
+    max_pixels: int | None = None,
+) -> "Image.Image":
+    """Decode an image file (its bytes, or a path) to RGB, within limits.
 
-    Of an animation the first frame counts. The size is checked before any pixel is decoded.
-    Raises RequestError for a file that is missing, too large, damaged, cut off or of an unknown
-    format, and BackendUnavailable without Pillow.
+    formats: those of `FORMATS` that may come. max_bytes, max_pixels: limits of the file and of the
+    decoded picture, by default those of this module. Of an animation the first frame counts. The
+    size is checked before any pixel is decoded, and the metadata of the formats in
+    `picture_bytes.MEDIA_TYPES` is never parsed. Raises RequestError for a file that is missing,
+    too large, damaged, cut off or of an unknown format, and BackendUnavailable without Pillow.
     """
     pillow = _pillow()
     where = "the image" if isinstance(source, bytes) else str(source)
+    max_bytes = MAX_FILE_BYTES if max_bytes is None else max_bytes
+    max_pixels = MAX_PIXELS if max_pixels is None else max_pixels
     if not isinstance(source, bytes):
-        source = _read(Path(source))
-    if len(source) > MAX_FILE_BYTES:
+        source = _read(Path(source), max_bytes)
+    if len(source) > max_bytes:
         raise RequestError(
-            f"{where} has {len(source)} bytes; expected at most {MAX_FILE_BYTES}. Scale it down."
+            f"{where} has {len(source)} bytes; expected at most {max_bytes}. Scale it down."
         )
+
+    def check(width: int, height: int) -> None:
+        if width * height > max_pixels or max(width, height) > MAX_SIDE:
+            raise RequestError(
+                f"{where} has {width} x {height} pixels; expected at most {max_pixels} in "
+                f"all and {MAX_SIDE} per side. Scale it down."
+            )
+
     try:
-        with pillow.open(io.BytesIO(source), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-                raise RequestError(
-                    f"{where} has {width} x {height} pixels; expected at most {MAX_PIXELS} in "
-                    f"all and {MAX_SIDE} per side. Scale it down."
-                )
+        if kind := sniff(source):
+            source, *size = lean(source, kind)
+            check(*size)
+        with pillow.open(io.BytesIO(source), formats=tuple(formats)) as image:
+            check(*image.size)
+            # Which colour is transparent does not matter in RGB; Pillow would warn about some.
+            image.info.pop("transparency", None)
             decoded: Image.Image = image.convert("RGB")
             return decoded
     except CedarError:
         raise
     except Exception as error:  # decoders raise whatever their format's trouble is
+        known = not isinstance(error, pillow.UnidentifiedImageError)
+        trouble = f"{type(error).__name__}: {error}" if known else "no such format"
         raise RequestError(
-            f"{where} cannot be decoded ({type(error).__name__}: {error}). Expected a complete "
-            f"file of one of these formats: {', '.join(FORMATS)}."
+            f"{where} cannot be decoded ({trouble}). Expected a complete "
+            f"file of one of these formats: {', '.join(formats)}."
         ) from None
 
 
@@ -274,10 +295,10 @@ def preprocess(image: "Image.Image", settings: ImageSettings) -> tuple[Tensor, G
     return grid.permute(0, 2, 4, 1, 3).reshape(-1, 3, side, side).contiguous(), plan
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, max_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+            return file.read(max_bytes + 1)
     except OSError as error:
         raise RequestError(f"{path} cannot be read as an image: {error.strerror}.") from None
 

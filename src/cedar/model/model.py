@@ -1,20 +1,20 @@
 """The whole model: embed, encode, decode, head.
 
-Reading order: `config/plan.py`, `context.py`, `attention.py`, `layer.py`, this file.
+Reading order: `config/plan.py`, `context.py`, `attention.py`, `layer.py`, this file. Where tokens
+stand is worked out in `contexts.py`; how a model drafts is in `drafting.py`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
-from cedar.errors import CapacityError, RequestError
+from cedar.errors import RequestError
 from cedar.model.batch import Batch
 from cedar.model.context import (
     ForwardContext,
@@ -25,22 +25,17 @@ from cedar.model.context import (
     Streams,
     TrainSignals,
 )
-from cedar.model.draft import DraftHead, DraftOutput, DraftProposal, MainStates
+from cedar.model.draft import DraftHead
+from cedar.model.drafting import Drafting
 from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.layer import Layer
-from cedar.model.layout import group_layout, lookback, positions, rotary, window_slots
 from cedar.model.linear import BuildSpec, Norm, Weight, WeightStorage, new_parameter
 from cedar.model.vision import Aligner, VisionTower, place_images
-from cedar.ops import Ops, select_ops, widen
+from cedar.ops import Ops, select_ops
 from cedar.ops.rope.reference import frequencies, yarn_frequencies
 
 __all__ = ["Model", "ModelOutput", "Pass"]
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row."""
-    return logits.argmax(-1)
 
 
 def _advance(ctx: ForwardContext, half: Half) -> None:
@@ -74,7 +69,7 @@ class ModelOutput:
     stats: tuple[LayerStats, ...]
 
 
-class Model(nn.Module):
+class Model(Drafting):
     """A causal encoder-decoder built from a configuration.
 
     token_map: int64 ``[V]``, the Engram class of every token (`cedar.inputs.ngrams`); needed
@@ -82,10 +77,6 @@ class Model(nn.Module):
     that of activations (default: the same); see `WeightStorage` for the quantised weights.
     engram_tables: tables by layer that stand outside the model; the others are parameters.
     """
-
-    frequencies_window: Tensor
-    frequencies_compressed: Tensor
-    token_map: Tensor | None
 
     def __init__(
         self,
@@ -155,121 +146,12 @@ class Model(nn.Module):
         for name, table in tables.items():
             self.register_buffer(name, None if table is None else table.to(real), persistent=False)
 
-    @property
-    def draft(self) -> DraftHead:
-        """The DSpark draft head; `RequestError` where the configuration has none."""
-        if self.mtp is None:
-            raise RequestError(
-                "this model has no draft head (n_mtp_layers is 0). Generate without drafting."
-            )
-        return self.mtp
-
-    def backbone(self) -> list[Layer]:
-        """The backbone layers, typed."""
-        return list(self.layers)  # type: ignore[arg-type]
-
     def init(self, seed: int) -> "Model":
         """Random weights for training from scratch; returns the model itself."""
         initialise(self, seed)
         return self
 
     # --- the pieces of a forward pass -----------------------------------------------------
-
-    def context(
-        self,
-        batch: Batch,
-        store: KVStore | None = None,
-        *,
-        probe: Probe | None = None,
-        signals: TrainSignals | None = None,
-        disable_engram: bool = False,
-    ) -> ForwardContext:
-        """Positions, layouts and Engram rows of a batch that continues what the store holds."""
-        config = self.config
-        starts = tuple(0 if store is None else store.length(slot) for slot in batch.slots)
-        # Before anything is stored: a refused batch leaves no trace.
-        longest = max(map(sum, zip(starts, batch.lengths, strict=True)))
-        if longest > config.max_position_embeddings:
-            raise CapacityError(
-                f"a sequence would grow to {longest} tokens, but max_position_embeddings is "
-                f"{config.max_position_embeddings}. Shorten the prompt or the output."
-            )
-        place, sequence_T = positions(batch, starts)
-        past = self._window_past(store, batch.slots, Half.ENCODER)
-        open_T = self._open(batch)
-        classes_T = self._classes(batch, open_T)
-        ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
-        return ForwardContext(
-            ops=self.ops,
-            positions_T=place,
-            sequence_T=sequence_T,
-            bounds=batch.bounds,
-            starts=starts,
-            slots=batch.slots,
-            window_past=past,
-            window_slots_TW=window_slots(
-                batch.lengths, past, config.window_size, batch.tokens_T.device
-            ),
-            rotary_window=rotary(place, self.frequencies_window),
-            rotary_compressed=rotary(place, self.frequencies_compressed),
-            groups={
-                ratio: group_layout(batch, starts, ratio, self.frequencies_compressed)
-                for ratio in ratios
-            },
-            open_T=open_T,
-            classes_T=classes_T,
-            engram_ids=self._engram_ids(batch, classes_T, store, probe, disable_engram),
-            store=store,
-            probe=probe,
-            signals=signals,
-        )
-
-    def _open(self, batch: Batch) -> Tensor | None:
-        """False on image-span tokens; None for a batch of text."""
-        types = batch.image_types_T
-        if types is None or not bool((types >= 0).any()):
-            return None
-        self._need_vision()
-        return types < 0
-
-    def _need_vision(self) -> None:
-        if not self.config.vision_n_layers:
-            raise RequestError(
-                "the batch holds an image, but this model has no vision tower "
-                "(vision_n_layers is 0). Send text only."
-            )
-
-    def _classes(self, batch: Batch, open_T: Tensor | None) -> Tensor | None:
-        """Engram classes of the batch's tokens, −1 on image spans; None without Engram layers."""
-        if not self.config.engram_layer_ids:
-            return None
-        if self.token_map is None:
-            raise RequestError(
-                f"layers {self.config.engram_layer_ids} hash n-grams, but the model was built "
-                "without a token map. Pass token_map=cedar.inputs.ngrams.token_map(...) of its "
-                "tokenizer."
-            )
-        classes_T = self.token_map[batch.tokens_T]
-        return classes_T if open_T is None else torch.where(open_T, classes_T, -1)
-
-    def _engram_ids(
-        self,
-        batch: Batch,
-        classes_T: Tensor | None,
-        store: KVStore | None,
-        probe: Probe | None,
-        disabled: bool,
-    ) -> dict[int, Tensor]:
-        """Table rows per Engram layer; they depend on token ids alone."""
-        if classes_T is None or self.token_map is None or disabled:
-            return {}
-        pad = int(self.token_map[self.config.engram_pad_id])
-        known = lookback(classes_T, batch, store, self.config.engram_max_ngram_size, pad)
-        engrams = [layer.engram for layer in self.backbone() if layer.engram is not None]
-        ids = {engram.layer: engram.hash(known) for engram in engrams}
-        if probe is not None:
-            probe.record("engram_hash_ids", torch.stack([ids[k] for k in sorted(ids)], dim=1))
-        return ids
 
     def vision_features(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """Image tokens ``[n, D]`` in reading order of one image's patches ``[P, 3, p, p]``."""
@@ -290,10 +172,6 @@ class Model(nn.Module):
             for patches, grid in zip(batch.images, batch.image_grids, strict=True)
         ]
         return torch.cat(features) if features else x_TD[:0]
-
-    def embed_tokens(self, tokens_T: Tensor) -> Tensor:
-        """Table rows ``[T, D]`` in the compute type."""
-        return F.embedding(tokens_T, self.embed.weight).to(self.compute_dtype)
 
     def embed_batch(self, batch: Batch) -> Streams:
         """Embeddings (images in place of their spans) as fresh streams."""
@@ -324,57 +202,6 @@ class Model(nn.Module):
         _advance(ctx, Half.DECODER)
         return state
 
-    def decoder_context(self, ctx: ForwardContext) -> ForwardContext:
-        """The same tokens as the decoder sees them: its windows may hold less than the encoder's.
-
-        After a bounded replay they begin with the first replayed token.
-        """
-        past = self._window_past(ctx.store, ctx.slots, Half.DECODER)
-        if past == ctx.window_past:
-            return ctx
-        lengths = tuple(stop - start for start, stop in ctx.bounds)
-        device = ctx.positions_T.device
-        slots = window_slots(lengths, past, self.config.window_size, device)
-        return replace(ctx, window_past=past, window_slots_TW=slots)
-
-    def sub_context(
-        self,
-        ctx: ForwardContext,
-        index: Tensor,
-        bounds: tuple[tuple[int, int], ...],
-        slots: tuple[int, ...],
-        starts: tuple[int, ...],
-    ) -> ForwardContext:
-        """The decoder's context for some packed rows of ``ctx``, sequences at ``bounds``."""
-        past = self._window_past(ctx.store, slots, Half.DECODER)
-        lengths = tuple(stop - start for start, stop in bounds)
-        device = ctx.positions_T.device
-        counts = torch.tensor(lengths, device=device)
-        return replace(
-            ctx,
-            positions_T=ctx.positions_T[index],
-            sequence_T=torch.repeat_interleave(counts, output_size=len(index)),
-            bounds=bounds,
-            starts=starts,
-            slots=slots,
-            window_past=past,
-            window_slots_TW=window_slots(lengths, past, self.config.window_size, device),
-            rotary_window=ctx.rotary_window.rows(index),
-            rotary_compressed=ctx.rotary_compressed.rows(index),
-            groups={},
-            open_T=None if ctx.open_T is None else ctx.open_T[index],
-            engram_ids={layer: ids[index] for layer, ids in ctx.engram_ids.items()},
-        )
-
-    def _window_past(
-        self, store: KVStore | None, slots: tuple[int, ...], half: Half
-    ) -> tuple[int, ...]:
-        """Window rows before the batch's tokens; one less than a window is all a token can see."""
-        if store is None:
-            return (0,) * len(slots)
-        most = self.config.window_size - 1
-        return tuple(min(store.window_length(slot, half), most) for slot in slots)
-
     def _run(self, state: Pass, start: int, stop: int, ctx: ForwardContext) -> Pass:
         streams, shared, taps, stats = state.streams, state.shared, state.taps, state.stats
         recompute = ctx.signals is not None and ctx.signals.checkpoint
@@ -392,11 +219,6 @@ class Model(nn.Module):
             streams, shared, report = out
             stats = (*stats, report)
         return Pass(streams, shared, taps, stats)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` in float32 (float64 for float64 input)."""
-        wide = widen(hidden)
-        return F.linear(wide, self.head.weight.to(wide.dtype))
 
     # --- the whole ------------------------------------------------------------------------
 
@@ -428,65 +250,3 @@ class Model(nn.Module):
         if taps_TX is not None:
             ctx.record("main_hidden", taps_TX)
         return ModelOutput(scores, hidden_TD, taps_TX, state.stats)
-
-    # --- drafting -------------------------------------------------------------------------
-
-    def draft_write(self, taps_TX: Tensor, batch: Batch, store: KVStore) -> None:
-        """Give the draft rings the main states of a batch that `forward` has just stored."""
-        starts = tuple(store.length(slot, Half.DRAFT) for slot in batch.slots)
-        place, _ = positions(batch, starts)
-        at = rotary(place, self.frequencies_window)
-        draft = self.draft
-        draft.write(draft.main_states(taps_TX), at, batch.bounds, batch.slots, store)
-
-    def draft_store(self, taps_TX: Tensor, ctx: ForwardContext) -> None:
-        """The same for the tokens of a context that has just been decoded."""
-        if ctx.store is None:
-            raise ValueError("draft rings live in a store")
-        draft = self.draft
-        at = ctx.rotary_window
-        draft.write(draft.main_states(taps_TX), at, ctx.bounds, ctx.slots, ctx.store)
-
-    def draft_propose(
-        self,
-        first_N: Tensor,
-        slots: tuple[int, ...],
-        store: KVStore,
-        choose: Callable[[Tensor], Tensor] = greedy,
-    ) -> DraftProposal:
-        """Draft a block after the committed tokens ``first``, one for each sequence."""
-        draft = self.draft
-        newest = torch.tensor([store.length(slot) - 1 for slot in slots], device=first_N.device)
-        output = draft.run(
-            draft.block_tokens(first_N),
-            newest,
-            draft.stored(slots, store),
-            self.frequencies_window,
-            self.embed_tokens,
-            self.logits,
-        )
-        return draft.finish(output, first_N, choose)
-
-    def draft_train(
-        self, taps_TX: Tensor, batch: Batch, anchors_N: Tensor, first_N: Tensor
-    ) -> DraftOutput:
-        """Draft from many places of a batch at once, for training.
-
-        anchors: packed rows of the newest main states; first: the tokens that follow them.
-        """
-        draft = self.draft
-        starts = (0,) * len(batch.lengths)
-        place, _ = positions(batch, starts)
-        device = batch.tokens_T.device
-        slots = window_slots(batch.lengths, starts, self.config.window_size, device)
-        entries = draft.window_entries(
-            draft.main_states(taps_TX), rotary(place, self.frequencies_window)
-        )
-        return draft.run(
-            draft.block_tokens(first_N),
-            place[anchors_N],
-            MainStates(entries, slots[anchors_N]),
-            self.frequencies_window,
-            self.embed_tokens,
-            self.logits,
-        )

@@ -1,0 +1,111 @@
+"""The part of a model that drafts: hands the draft head main states, tokens and the store."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cedar.config.plan import Half
+from cedar.errors import RequestError
+from cedar.model.batch import Batch
+from cedar.model.context import ForwardContext, KVStore
+from cedar.model.contexts import Contexts
+from cedar.model.draft import DraftHead, DraftOutput, DraftProposal, MainStates
+from cedar.model.layout import positions, rotary, window_slots
+from cedar.model.linear import Weight
+from cedar.ops import widen
+
+__all__ = ["Drafting", "greedy"]
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row."""
+    return logits.argmax(-1)
+
+
+class Drafting(Contexts):
+    """Drafts with embedding and output head of the backbone. `Model` sets the attributes."""
+
+    mtp: DraftHead | None
+    embed: Weight
+    head: Weight
+    compute_dtype: torch.dtype
+
+    @property
+    def draft(self) -> DraftHead:
+        """The DSpark draft head; `RequestError` where the configuration has none."""
+        if self.mtp is None:
+            raise RequestError(
+                "this model has no draft head (n_mtp_layers is 0). Generate without drafting."
+            )
+        return self.mtp
+
+    def embed_tokens(self, tokens_T: Tensor) -> Tensor:
+        """Table rows ``[T, D]`` in the compute type."""
+        return F.embedding(tokens_T, self.embed.weight).to(self.compute_dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[..., V]`` in float32 (float64 for float64 input)."""
+        wide = widen(hidden)
+        return F.linear(wide, self.head.weight.to(wide.dtype))
+
+    def draft_write(self, taps_TX: Tensor, batch: Batch, store: KVStore) -> None:
+        """Give the draft rings the main states of a batch that `forward` has just stored."""
+        starts = tuple(store.length(slot, Half.DRAFT) for slot in batch.slots)
+        place, _ = positions(batch, starts)
+        at = rotary(place, self.frequencies_window)
+        draft = self.draft
+        draft.write(draft.main_states(taps_TX), at, batch.bounds, batch.slots, store)
+
+    def draft_store(self, taps_TX: Tensor, ctx: ForwardContext) -> None:
+        """The same for the tokens of a context that has just been decoded."""
+        if ctx.store is None:
+            raise ValueError("draft rings live in a store")
+        draft = self.draft
+        at = ctx.rotary_window
+        draft.write(draft.main_states(taps_TX), at, ctx.bounds, ctx.slots, ctx.store)
+
+    def draft_propose(
+        self,
+        first_N: Tensor,
+        slots: tuple[int, ...],
+        store: KVStore,
+        choose: Callable[[Tensor], Tensor] = greedy,
+    ) -> DraftProposal:
+        """Draft a block after the committed tokens ``first``, one for each sequence."""
+        draft = self.draft
+        newest = torch.tensor([store.length(slot) - 1 for slot in slots], device=first_N.device)
+        output = draft.run(
+            draft.block_tokens(first_N),
+            newest,
+            draft.stored(slots, store),
+            self.frequencies_window,
+            self.embed_tokens,
+            self.logits,
+        )
+        return draft.finish(output, first_N, choose)
+
+    def draft_train(
+        self, taps_TX: Tensor, batch: Batch, anchors_N: Tensor, first_N: Tensor
+    ) -> DraftOutput:
+        """Draft from many places of a batch at once, for training.
+
+        anchors: packed rows of the newest main states; first: the tokens that follow them.
+        """
+        draft = self.draft
+        starts = (0,) * len(batch.lengths)
+        place, _ = positions(batch, starts)
+        device = batch.tokens_T.device
+        slots = window_slots(batch.lengths, starts, self.config.window_size, device)
+        entries = draft.window_entries(
+            draft.main_states(taps_TX), rotary(place, self.frequencies_window)
+        )
+        return draft.run(
+            draft.block_tokens(first_N),
+            place[anchors_N],
+            MainStates(entries, slots[anchors_N]),
+            self.frequencies_window,
+            self.embed_tokens,
+            self.logits,
+        )
