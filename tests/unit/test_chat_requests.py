@@ -7,7 +7,15 @@ import pytest
 import chat_setting
 from cedar.engine.params import SamplingParams
 from cedar.errors import DataError
-from cedar.inputs.chat import PARAMETERS, Api, ChatProtocol, Constraint, Effect, ProtocolError
+from cedar.inputs.chat import (
+    PARAMETERS,
+    Api,
+    ChatProtocol,
+    ChatRequest,
+    Constraint,
+    Effect,
+    ProtocolError,
+)
 from cedar.inputs.chat.shape import Notes, Shape
 from cedar.inputs.tokenizer import Tokenizer
 from chat_setting import CHAT_TOOLS, HELLO, SCHEMA, TOOLS, body_of
@@ -781,3 +789,35 @@ def test_the_other_spelling_of_the_placeholder() -> None:
     body = body_of(Api.CHAT, **pictures(Api.CHAT, DATA))
     request = chosen.read(Api.CHAT, json.dumps(body).encode())
     assert request.tokens.count(other.control_ids["<｜image｜>"]) == 1
+
+
+def test_a_prompt_beyond_all_room_is_refused_before_it_is_tokenised() -> None:
+    class NoEncoder(Tokenizer):
+        def encode(self, text: str, *, control: bool = True) -> list[int]:
+            raise AssertionError("it was tokenised")
+
+    def ask(size: int, kind: type[Tokenizer]) -> ChatRequest:
+        protocol = ChatProtocol(
+            kind(chat_setting.tokenizer("tiny").raw.to_str()),
+            models=[chat_setting.MODEL],
+            default_thinking=False,
+            accepts_images=False,
+            max_prompt_bytes=1000,
+        )
+        messages = [{"role": "user", "content": "é" * size}]
+        return protocol.read(Api.CHAT, json.dumps(body_of(Api.CHAT, messages=messages)).encode())
+
+    with pytest.raises(ProtocolError, match="1000 bytes at most") as raised:
+        ask(500, NoEncoder)
+    assert raised.value.code == "context_length_exceeded"
+    assert ask(400, Tokenizer).tokens
+    with pytest.raises(AssertionError, match="tokenised"):
+        ask(400, NoEncoder)  # negative control
+
+
+@pytest.mark.parametrize("content", ["", "x"])
+def test_an_effort_with_only_a_system_message(content: str) -> None:
+    messages = [{"role": "system", "content": content}]
+    body = body_of(Api.CHAT, messages=messages, reasoning_effort=33)
+    prompt = chat_setting.protocol().read(Api.CHAT, json.dumps(body).encode()).prompt
+    assert ("Reasoning Effort: 33 " in prompt) == bool(content)

@@ -17,6 +17,7 @@ from cedar.errors import BackendUnavailable, CedarError
 COMMANDS: Mapping[str, str] = {
     "generate": "Generate text with a checkpoint.",
     "chat": "Talk with a checkpoint in the terminal.",
+    "serve": "Serve a checkpoint over HTTP, with a chat page.",
     "train": "Train a model by recipe.",
     "evaluate": "Measure a model on held-out text.",
     "parity": "Compare this implementation with golden files.",
@@ -54,7 +55,7 @@ def application(chosen: str | None = None) -> typer.Typer:
     )
     app.callback()(_options)
     for name, summary in COMMANDS.items():
-        function = _guarded(_load(name)) if name == chosen else _not_loaded
+        function = _guarded(name, _load(name)) if name == chosen else _not_loaded
         text = None if name == chosen else summary
         app.command(name, help=text, short_help=summary)(function)
     return app
@@ -83,10 +84,7 @@ def _load(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(f"cedar.cli.{name}")
     except ImportError as error:
-        raise BackendUnavailable(
-            f"cedar {name}: needs a module that is not installed ({error}). "
-            "Install it, or the extra that brings it: pip install 'cedar-lm[images,plots]'."
-        ) from error
+        raise _missing(name, error) from error
     function: Callable[..., Any] = module.command
     return function
 
@@ -95,13 +93,25 @@ def _not_loaded() -> None:
     raise AssertionError("the command that runs is always loaded")
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _missing(name: str, error: ImportError) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"cedar {name}: needs a module that is not installed ({error}). "
+        "Install it, or the extra that brings it: pip install 'cedar-lm[serve,plots]'."
+    )
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except CedarError as error:
             _print_error(error)
+            raise typer.Exit(EXIT_ERROR) from None
+        except ModuleNotFoundError as error:  # commands import what they need when they run
+            if error.name is None or error.name.partition(".")[0] == "cedar":
+                raise
+            _print_error(_missing(name, error))
             raise typer.Exit(EXIT_ERROR) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None

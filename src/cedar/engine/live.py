@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cedar.engine.draft_plan import AcceptanceStats
 from cedar.engine.output import Output, TokenLogprob, Usage
 from cedar.engine.params import SamplingParams
 from cedar.engine.request import Sequence as Scheduled
@@ -67,7 +68,8 @@ class LiveText:
         self.first: float | None = None
         self.latest = submitted
         self.cached_tokens = 0
-        self.drafted = self.accepted = self.steps = 0
+        self.steps = 0
+        self._acceptance = AcceptanceStats()
         self.prompt_scores: PromptScores | None = None
         self._text = ""
         self._fresh: list[Chosen] = []
@@ -87,8 +89,7 @@ class LiveText:
         self._fresh += found.chosen[:added]
         self._generated += added
         self.steps += 1
-        self.drafted += len(drafts)
-        self.accepted += found.accepted
+        self._acceptance.record(len(drafts), found.accepted)
         self.first = now if self.first is None else self.first
         self.latest = now
         return found
@@ -106,8 +107,10 @@ class LiveText:
             prompt_tokens=self.sequence.prompt_length,
             cached_tokens=self.cached_tokens,
             generated_tokens=self._generated,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            drafted=sum(self._acceptance.verified),
+            accepted=sum(self._acceptance.accepted),
+            drafted_by_place=tuple(self._acceptance.verified),
+            accepted_by_place=tuple(self._acceptance.accepted),
             steps=self.steps,
             preemptions=self.sequence.preemptions,
             seed=self.sampler.seed,

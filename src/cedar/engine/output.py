@@ -19,7 +19,8 @@ class Usage:
     """Figures of one sample so far; times are in seconds.
 
     cached_tokens: prompt tokens that came from the prefix cache when it was first admitted.
-    drafted, accepted: draft tokens that were verified, and those of them that were right.
+    drafted, accepted: draft tokens that were verified, and those of them that were right; also by
+    their place in the draft block.
     steps: passes of the model that gave it tokens. seed: what would repeat it.
     prefill_seconds ends, and decode_seconds begins, with the first token.
     """
@@ -29,6 +30,8 @@ class Usage:
     generated_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_by_place: tuple[int, ...] = ()
+    accepted_by_place: tuple[int, ...] = ()
     steps: int = 0
     preemptions: int = 0
     seed: int = 0

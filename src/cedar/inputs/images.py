@@ -248,8 +248,6 @@ def open_image(
             check(*size)
         with pillow.open(io.BytesIO(source), formats=tuple(formats)) as image:
             check(*image.size)
-            # Which colour is transparent does not matter in RGB; Pillow would warn about some.
-            image.info.pop("transparency", None)
             decoded: Image.Image = image.convert("RGB")
             return decoded
     except CedarError:

@@ -27,7 +27,8 @@ class ChatProtocol:
 
     models: the names by which requests may call the model. default_thinking: whether a request
     that does not say so reasons (Messages apart, where the API's own default is not to).
-    accepts_images: whether the model sees. Raises `DataError` for a tokenizer without the
+    accepts_images: whether the model sees. max_prompt_bytes: the longest prompt that is cut into
+    tokens at all. Raises `DataError` for a tokenizer without the
     protocol's control tokens. It may be used by several threads at once.
     """
 
@@ -38,12 +39,13 @@ class ChatProtocol:
         models: Sequence[str],
         default_thinking: bool,
         accepts_images: bool,
+        max_prompt_bytes: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._models = tuple(models)
         self._default_thinking = default_thinking
         self._accepts_images = accepts_images
-        self._renderer = Renderer(tokenizer)
+        self._renderer = Renderer(tokenizer, max_prompt_bytes)
         self._text_tokens = TextTokens(
             tokenizer,
             end=self._renderer.spelling(recipe.SpecialToken.ThinkingEnd),

@@ -53,11 +53,13 @@ _Segment = tuple[str, bool]
 class Renderer:
     """Renders for one tokenizer; `DataError` if it lacks the protocol's control tokens.
 
-    special: the spellings that the tokenizer has.
+    special: the spellings that the tokenizer has. max_bytes: a longer prompt is refused before it
+    is cut into tokens, which takes long; None refuses nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
         known = tokenizer.control_ids
         image = next((name for name in _IMAGES if name in known), _IMAGES[0])
         self.special = recipe.SpecialTokens(image=image)
@@ -83,9 +85,17 @@ class Renderer:
         """The prompt of a conversation.
 
         effort: a number in place of the named effort's. tasks: quick tasks by assistant turn; only
-        outside thinking mode. Raises `ProtocolError` for a control token that the tokenizer lacks.
+        outside thinking mode. Raises `ProtocolError` for a prompt that is too long, and for a
+        control token that the tokenizer lacks.
         """
         rendered = self._encoding.render_conversation(conversation)
+        size = len(rendered.prompt.encode())
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise ProtocolError(
+                f"the prompt has {size} bytes; what fits has {self._max_bytes} bytes at most. "
+                "Shorten the conversation.",
+                code="context_length_exceeded",
+            )
         segments = _split(rendered.prompt, rendered.special_ranges)
         if effort is not None:
             segments = _with_effort(segments, effort)
@@ -144,10 +154,12 @@ def _split(prompt: str, ranges: Sequence[tuple[int, int]]) -> list[_Segment]:
 
 
 def _with_effort(segments: list[_Segment], effort: int) -> list[_Segment]:
-    """The number in the effort line, which follows the first two control tokens."""
+    """The number in the effort line, which follows the first two control tokens.
+
+    The recipe prints no such line where there is nothing but an empty system message.
+    """
     text, control = segments[2]
-    assert not control
-    line, count = _EFFORT_LINE.subn(rf"\g<1>{effort}\g<2>", text, count=1)
-    assert count == 1
-    assert text.startswith("Reasoning Effort: ")
+    if control or not text.startswith("Reasoning Effort: "):
+        return segments
+    line = _EFFORT_LINE.sub(rf"\g<1>{effort}\g<2>", text, count=1)
     return [*segments[:2], (line, False), *segments[3:]]

@@ -1,0 +1,1 @@
+"""The HTTP server. It reaches the engine through `cedar.server.protocols` only."""
