@@ -2,10 +2,15 @@
 
 The choice is made once, when a model is built, and handed to it as a value: no environment
 variable and no global decides anything while the model runs. `Ops.describe` says what was
-chosen and why.
+chosen and why. A kernel that meets inputs it was not written for (another type, a gradient, a
+shape beyond its limits) hands them to the plain implementation.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +24,11 @@ from cedar.ops.engram_hash import EngramHash
 from cedar.ops.engram_hash import reference as engram_hash
 from cedar.ops.experts import Experts, Swiglu
 from cedar.ops.experts import reference as experts
-from cedar.ops.index_score import IndexScore, IndexScoreRows
+from cedar.ops.index_score import IndexPool, IndexScan, IndexScore, IndexScoreRows
 from cedar.ops.index_score import reference as index_score
 from cedar.ops.linear import LinearOp
 from cedar.ops.linear import reference as linear
-from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand
+from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand, MhcStep
 from cedar.ops.mhc import reference as mhc
 from cedar.ops.norm import RmsNorm
 from cedar.ops.norm import reference as norm
@@ -31,7 +36,7 @@ from cedar.ops.rope import Rotate
 from cedar.ops.rope import reference as rope
 from cedar.ops.route import Route
 from cedar.ops.route import reference as route
-from cedar.ops.select import SelectBlocks, SelectEntries
+from cedar.ops.select import SelectBest, SelectBlocks, SelectEntries
 from cedar.ops.select import reference as select
 from cedar.ops.sparse_attention import AttentionMass, SparseAttention
 from cedar.ops.sparse_attention import reference as sparse_attention
@@ -59,11 +64,15 @@ class Ops:
     mhc_coefficients: MhcCoefficients
     mhc_collapse: MhcCollapse
     mhc_expand: MhcExpand
+    mhc_step: MhcStep
     compress: Compress
     index_score: IndexScore
     index_score_rows: IndexScoreRows
+    index_scan: IndexScan
+    index_pool: IndexPool
     select_entries: SelectEntries
     select_blocks: SelectBlocks
+    select_best: SelectBest
     sparse_attention: SparseAttention
     attention_mass: AttentionMass
     engram_hash: EngramHash
@@ -78,35 +87,123 @@ class Ops:
         return self.choices
 
 
-def select_ops(device: torch.device | str = "cpu") -> Ops:
-    """The best implementation of every operation for ``device``.
+class _Kernel(NamedTuple):
+    """A kernel of an operation, and what is worth knowing about it."""
 
-    So far each operation has one: the plain PyTorch reference, which runs on every device.
+    call: Callable[..., Any]
+    implementation: str
+    reason: str
+
+
+_PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "cast": cast,
+        "linear": linear.linear,
+        "rms_norm": norm.rms_norm,
+        "rotate": rope.rotate,
+        "mhc_coefficients": mhc.mhc_coefficients,
+        "mhc_collapse": mhc.mhc_collapse,
+        "mhc_expand": mhc.mhc_expand,
+        "mhc_step": mhc.mhc_step,
+        "compress": compress.compress,
+        "index_score": index_score.index_score,
+        "index_score_rows": index_score.index_score_rows,
+        "index_scan": index_score.index_scan,
+        "index_pool": index_score.index_pool,
+        "select_entries": select.select_entries,
+        "select_blocks": select.select_blocks,
+        "select_best": select.select_best,
+        "sparse_attention": sparse_attention.sparse_attention,
+        "attention_mass": sparse_attention.attention_mass,
+        "engram_hash": engram_hash.engram_hash,
+        "engram_gate": engram_gate.engram_gate,
+        "route": route.route,
+        "experts": experts.experts,
+        "swiglu": experts.swiglu,
+    }
+)
+
+
+def select_ops(device: torch.device | str = "cpu", *, kernels: bool = False) -> Ops:
+    """The implementation of every operation for ``device``.
+
+    Plain PyTorch runs on every device. With ``kernels`` they take its place where they are written
+    for the device. Each has been compared with its reference there, but whole models on them have
+    not, so they have to be asked for.
     """
-    kind = torch.device(device).type
-    reason = f"no kernel for {kind} yet; plain PyTorch runs on every device"
-    names = [field.name for field in fields(Ops) if field.name != "choices"]
-    return Ops(
-        cast=cast,
-        linear=linear.linear,
-        rms_norm=norm.rms_norm,
-        rotate=rope.rotate,
-        mhc_coefficients=mhc.mhc_coefficients,
-        mhc_collapse=mhc.mhc_collapse,
-        mhc_expand=mhc.mhc_expand,
-        compress=compress.compress,
-        index_score=index_score.index_score,
-        index_score_rows=index_score.index_score_rows,
-        select_entries=select.select_entries,
-        select_blocks=select.select_blocks,
-        sparse_attention=sparse_attention.sparse_attention,
-        attention_mass=sparse_attention.attention_mass,
-        engram_hash=engram_hash.engram_hash,
-        engram_gate=engram_gate.engram_gate,
-        route=route.route,
-        experts=experts.experts,
-        swiglu=experts.swiglu,
-        choices=tuple(
-            OpChoice(op=name, implementation="reference", reason=reason) for name in names
-        ),
+    place = torch.device(device)
+    found, why_not = _kernels(place)
+    if found and not kernels:
+        found, why_not = {}, "plain PyTorch unless kernels are asked for: select_ops(kernels=True)"
+    choices = []
+    chosen: dict[str, Any] = {}
+    for name in (field.name for field in fields(Ops) if field.name != "choices"):
+        kernel = found.get(name)
+        chosen[name] = _PLAIN[name] if kernel is None else kernel.call
+        implementation, reason = (
+            ("reference", why_not) if kernel is None else (kernel.implementation, kernel.reason)
+        )
+        choices.append(OpChoice(op=name, implementation=implementation, reason=reason))
+    return Ops(**chosen, choices=tuple(choices))
+
+
+def _kernels(device: torch.device) -> tuple[dict[str, _Kernel], str]:
+    """The kernels for a device, and why the operations without one run the reference."""
+    if device.type != "cuda":
+        return {}, f"no kernel for {device.type} yet; plain PyTorch runs on every device"
+    if not torch.cuda.is_available():
+        return {}, "PyTorch finds no CUDA device here; plain PyTorch runs on every device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return {}, (
+            f"the kernels read FP8, which needs compute capability 8.9; {device} has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    try:
+        triton = import_module("triton")
+    except ImportError:
+        return {}, "the kernels need Triton, which is not installed (the extra cedar-lm[triton])"
+    return _triton_kernels(capability == (9, 0)), (
+        f"no kernel for it yet (Triton {triton.__version__} is installed); plain PyTorch runs "
+        "on every device"
     )
+
+
+def _triton_kernels(hopper: bool) -> dict[str, _Kernel]:
+    from cedar.ops.experts.packed import experts as packed_experts
+    from cedar.ops.index_score import triton as index_kernels
+    from cedar.ops.mhc import triton as mhc_kernels
+    from cedar.ops.select import triton as select_kernels
+    from cedar.ops.sparse_attention import triton as attention_kernels
+
+    def by_hand(module: Any) -> str:
+        """Whether the released shape has a kernel of its own here, or why it has not."""
+        if not hopper:
+            return "; the one for the released shape is for compute capability 9.0"
+        if module.hopper is None:
+            return "; this Triton lacks Gluon, which the one for the released shape needs"
+        return "; at the released shape one written for Hopper by hand (Gluon)"
+
+    scores = "reads packed index keys in place" + by_hand(index_kernels)
+    choose = "exact, ties to the lowest number"
+    return {
+        "sparse_attention": _Kernel(
+            attention_kernels.sparse_attention,
+            "triton",
+            "reads packed rows in place; forward only" + by_hand(attention_kernels),
+        ),
+        "index_scan": _Kernel(index_kernels.index_scan, "triton", scores),
+        "index_pool": _Kernel(index_kernels.index_pool, "triton", scores),
+        "select_entries": _Kernel(select_kernels.select_entries, "triton", choose),
+        "select_blocks": _Kernel(select_kernels.select_blocks, "triton", choose),
+        "select_best": _Kernel(select_kernels.select_best, "triton", choose),
+        "experts": _Kernel(
+            packed_experts,
+            "triton",
+            "reads packed FP4 weights in place; forward only; by hand (Gluon) for widths of whole "
+            "128s on compute capability 9.0",
+        ),
+        "mhc_step": _Kernel(
+            mhc_kernels.MhcStepKernel(), "triton", "one launch a sublayer; forward only, 4 streams"
+        ),
+    }

@@ -1,12 +1,17 @@
 """Scores by matrix products."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.ops.index_score import PagedKeys
+from cedar.ops.packed import unpack_rows
 from cedar.ops.precision import widen
+from cedar.quant import FP4_ROW
 
-__all__ = ["index_score", "index_score_rows"]
+__all__ = ["index_pool", "index_scan", "index_score", "index_score_rows"]
 
 
 def index_score(q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor) -> Tensor:
@@ -15,6 +20,54 @@ def index_score(q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor) -> Tensor:
 
 def index_score_rows(q_TIJ: Tensor, w_TI: Tensor, keys_RJ: Tensor, rows_TM: Tensor) -> Tensor:
     return _weigh(torch.matmul(q_TIJ, F.embedding(rows_TM, keys_RJ).transpose(1, 2)), w_TI)
+
+
+def index_scan(
+    q_TIJ: Tensor,
+    w_TI: Tensor,
+    keys: PagedKeys,
+    visible_T: Tensor,
+    *,
+    capacity: int,
+    queries: int,
+    block: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    del queries  # how many tokens a sequence has only matters to kernels
+    scores = q_TIJ.new_full((len(q_TIJ), capacity), -torch.inf)
+    bounds = keys.first.tolist()
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
+        seen = int(visible_T[start:stop].max())
+        pages = keys.table[n, : -(-seen // keys.raw.shape[1])].long()
+        held = unpack_rows(keys.raw[pages].flatten(0, 1)[:seen], FP4_ROW, q_TIJ.dtype)
+        found = index_score(q_TIJ[start:stop], w_TI[start:stop], held)
+        hidden = torch.arange(seen, device=found.device) >= visible_T[start:stop].unsqueeze(1)
+        scores[start:stop, :seen] = found.masked_fill(hidden, -torch.inf)
+    if not block:
+        return scores, None
+    padded = F.pad(scores, (0, -capacity % block), value=-torch.inf)
+    return scores, padded.unflatten(1, (-1, block)).amax(2)
+
+
+def index_pool(
+    q_TIJ: Tensor,
+    w_TI: Tensor,
+    keys: PagedKeys,
+    sequence_T: Tensor,
+    visible_T: Tensor,
+    blocks_TM: Tensor,
+    block: int,
+) -> Tensor:
+    page = keys.raw.shape[1]
+    offsets = torch.arange(block, device=blocks_TM.device)
+    entries = (blocks_TM.long().unsqueeze(2) * block + offsets).flatten(1)
+    known = (entries >= 0) & (entries < visible_T.unsqueeze(1))
+    entries = entries.where(known, 0)
+    pages = keys.table.long()[sequence_T].gather(1, entries // page)
+    unique, rows = torch.unique(pages * page + entries % page, return_inverse=True)
+    held = unpack_rows(keys.raw.flatten(0, 1)[unique], FP4_ROW, q_TIJ.dtype)
+    return index_score_rows(q_TIJ, w_TI, held, rows).masked_fill(~known, -torch.inf)
 
 
 def _weigh(dot_TIS: Tensor, w_TI: Tensor) -> Tensor:

@@ -7,7 +7,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["MhcCoefficients", "MhcCollapse", "MhcExpand", "MhcMix"]
+__all__ = [
+    "MhcCoefficients",
+    "MhcCollapse",
+    "MhcExpand",
+    "MhcMix",
+    "MhcParameters",
+    "MhcStep",
+]
 
 
 class MhcMix(NamedTuple):
@@ -16,6 +23,14 @@ class MhcMix(NamedTuple):
     pre_TC: Tensor  # input mix, for the next sublayer (single-pass) or this one (two-pass)
     post_TC: Tensor  # how much of the sublayer's output each stream takes
     comb_TCC: Tensor  # comb[j, i]: how much of old stream j goes into new stream i
+
+
+class MhcParameters(NamedTuple):
+    """A sublayer's own mixing parameters, all float32; C streams of width D."""
+
+    fn: Tensor  # [(2 + C)C, C·D]
+    base: Tensor  # [(2 + C)C]
+    scale: Tensor  # [3]
 
 
 class MhcCoefficients(Protocol):
@@ -51,3 +66,25 @@ class MhcExpand(Protocol):
     """
 
     def __call__(self, x_TCD: Tensor, y_TD: Tensor, mix: MhcMix) -> Tensor: ...
+
+
+class MhcStep(Protocol):
+    """From one sublayer's output to the next one's input: `MhcExpand`, then of the new streams
+    `MhcCoefficients` with the next sublayer's parameters, `MhcCollapse` with ``pre``, RMSNorm.
+
+    ``mhc_step(x [T, C, D], (y [T, D], mix) | None, pre [T, C], parameters, norm weight [D], ...)
+    -> (x' [T, C, D], the next mix, h [T, D])``; without an update ``x'`` is ``x``.
+    """
+
+    def __call__(
+        self,
+        x_TCD: Tensor,
+        update: tuple[Tensor, MhcMix] | None,
+        pre_TC: Tensor,
+        parameters: MhcParameters,
+        norm_weight: Tensor,
+        *,
+        norm_eps: float,
+        hc_eps: float,
+        sinkhorn_iters: int,
+    ) -> tuple[Tensor, MhcMix, Tensor]: ...

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from cedar.ops.mhc import MhcMix
+from cedar.ops.mhc import MhcMix, MhcParameters
+from cedar.ops.norm.reference import rms_norm
 from cedar.ops.precision import widen
 
-__all__ = ["mhc_coefficients", "mhc_collapse", "mhc_expand", "split_mixes"]
+__all__ = ["mhc_coefficients", "mhc_collapse", "mhc_expand", "mhc_step", "split_mixes"]
 
 
 def mhc_coefficients(
@@ -53,3 +54,22 @@ def mhc_expand(x_TCD: Tensor, y_TD: Tensor, mix: MhcMix) -> Tensor:
     kept = torch.einsum("...ji,...jd->...id", mix.comb_TCC.to(x.dtype), x)
     added = mix.post_TC.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2)
     return (added + kept).to(x_TCD.dtype)
+
+
+def mhc_step(
+    x_TCD: Tensor,
+    update: tuple[Tensor, MhcMix] | None,
+    pre_TC: Tensor,
+    parameters: MhcParameters,
+    norm_weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+) -> tuple[Tensor, MhcMix, Tensor]:
+    if update is not None:
+        x_TCD = mhc_expand(x_TCD, *update)
+    mix = mhc_coefficients(
+        x_TCD, *parameters, norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters
+    )
+    return x_TCD, mix, rms_norm(mhc_collapse(x_TCD, pre_TC), norm_weight, norm_eps)

@@ -7,16 +7,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["SelectBlocks", "SelectEntries"]
+__all__ = ["SelectBest", "SelectBlocks", "SelectEntries"]
 
 
 class SelectEntries(Protocol):
-    """``select_entries(scores [T, S], k) -> int64 [T, k]``.
+    """``select_entries(scores [T, S], k, visible [T] | None) -> int64 [T, k]``.
 
     Column numbers of the ``k`` largest scores above −∞, ascending, padded with −1 at the end.
+    With ``visible``, only so many columns of each row exist; what lies behind is never read.
     """
 
-    def __call__(self, scores_TS: Tensor, k: int) -> Tensor: ...
+    def __call__(self, scores_TS: Tensor, k: int, visible_T: Tensor | None = None) -> Tensor: ...
 
 
 class SelectBlocks(Protocol):
@@ -28,3 +29,12 @@ class SelectBlocks(Protocol):
     """
 
     def __call__(self, scores_TS: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor: ...
+
+
+class SelectBest(Protocol):
+    """``select_best(best [T, M], visible [T], block, k) -> int64 [T, k]``.
+
+    `SelectBlocks` from the blocks' maxima: only the ``⌈visible / block⌉`` first columns exist.
+    """
+
+    def __call__(self, best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor: ...

@@ -3,11 +3,13 @@
 Letters: ``T`` queries, ``N`` heads, ``H`` head width, ``R`` stored rows, ``K`` slots.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["AttentionMass", "Rows", "SparseAttention"]
+from cedar.quant import BlockFormat
+
+__all__ = ["AttentionMass", "PackedRows", "Rows", "Source", "SparseAttention"]
 
 
 class Rows(NamedTuple):
@@ -21,6 +23,21 @@ class Rows(NamedTuple):
     slots_TK: Tensor
 
 
+class PackedRows(NamedTuple):
+    """The same over rows as a packed cache holds them (`cedar.ops.packed`), read in place.
+
+    raw ``uint8 [R, B]``: all rows of a storage, whoever they belong to (any row stride); slots
+    int32 or int64 ``[T, K]`` are row numbers in it, −1 for an empty slot.
+    """
+
+    raw_RB: Tensor
+    slots_TK: Tensor
+    format: BlockFormat
+
+
+Source: TypeAlias = Rows | PackedRows
+
+
 class SparseAttention(Protocol):
     """``sparse_attention(q [T, N, H], sources, sink [N], scale) -> [T, N, H]``.
 
@@ -31,7 +48,7 @@ class SparseAttention(Protocol):
     """
 
     def __call__(
-        self, q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float
+        self, q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
     ) -> Tensor: ...
 
 
@@ -43,5 +60,5 @@ class AttentionMass(Protocol):
     """
 
     def __call__(
-        self, q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float
+        self, q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
     ) -> Tensor: ...

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.ops.packed import unpack_rows
 from cedar.ops.precision import widen
-from cedar.ops.sparse_attention import Rows
+from cedar.ops.sparse_attention import Rows, Source
 
 __all__ = ["attention_mass", "sparse_attention"]
 
@@ -14,13 +15,14 @@ _FLOOR = -1e30  # a running maximum that every score exceeds
 
 
 def sparse_attention(
-    q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float
+    q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
 ) -> Tensor:
+    rows = tuple(_unpacked(s, q_TNH.dtype) for s in sources)
     chunk = _queries_per_chunk(q_TNH, BLOCK)
     parts = [
         _attend(
             q_TNH[t : t + chunk],
-            tuple(Rows(s.rows_RH, s.slots_TK[t : t + chunk]) for s in sources),
+            tuple(Rows(s.rows_RH, s.slots_TK[t : t + chunk]) for s in rows),
             sink_N,
             scale,
         )
@@ -31,20 +33,32 @@ def sparse_attention(
 
 @torch.no_grad()
 def attention_mass(
-    q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float
+    q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
 ) -> Tensor:
+    rows = tuple(_unpacked(s, q_TNH.dtype) for s in sources)
     width = sum(s.slots_TK.shape[1] for s in sources)
     chunk = _queries_per_chunk(q_TNH, max(width, 1))
     parts = []
     for t in range(0, q_TNH.shape[0], chunk):
         q = widen(q_TNH[t : t + chunk])
         logits = torch.cat(
-            [_scores(q, *_gather(s, slice(t, t + chunk)), scale) for s in sources], dim=-1
+            [_scores(q, *_gather(s, slice(t, t + chunk)), scale) for s in rows], dim=-1
         )
         sink = sink_N.to(q.dtype).view(1, -1, 1).expand(len(q), -1, 1)
         mass = torch.cat((logits, sink), dim=-1).softmax(-1)[..., :-1].sum(1)
         parts.append(mass[:, width - sources[-1].slots_TK.shape[1] :])
     return torch.cat(parts)
+
+
+def _unpacked(source: Source, dtype: torch.dtype) -> Rows:
+    """Packed rows that some query names as values, each dequantised once."""
+    if isinstance(source, Rows):
+        return source
+    filled = source.slots_TK >= 0
+    unique, where = torch.unique(source.slots_TK[filled].long(), return_inverse=True)
+    slots = torch.full(source.slots_TK.shape, -1, dtype=torch.int64, device=filled.device)
+    slots[filled] = where
+    return Rows(unpack_rows(source.raw_RB[unique], source.format, dtype), slots)
 
 
 def _attend(q_TNH: Tensor, sources: tuple[Rows, ...], sink_N: Tensor, scale: float) -> Tensor:

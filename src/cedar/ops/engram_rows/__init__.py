@@ -1,0 +1,18 @@
+"""engram_rows: look up and dequantise rows of an n-gram table (section 7)."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["EngramRows"]
+
+
+class EngramRows(Protocol):
+    """``engram_rows(codes float8 [R, W], scale uint8 [R, W/32], ids int64 [...]) -> [..., W]``.
+
+    The rows of a FP8_ROW table, dequantised to ``dtype``. Codes and scales may be parts of one
+    packed row (any row stride).
+    """
+
+    def __call__(self, codes: Tensor, scale: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor: ...

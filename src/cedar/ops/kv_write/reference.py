@@ -1,0 +1,27 @@
+"""Quantise, then copy bytes."""
+
+import torch
+from torch import Tensor
+
+from cedar.ops.kv_write import RowWrite
+from cedar.quant import quantize
+
+__all__ = ["kv_write", "places"]
+
+
+def kv_write(writes: tuple[RowWrite, ...]) -> None:
+    for write in writes:
+        written = write.number >= 0
+        q = quantize(write.values[written], write.format)
+        packed = torch.cat((q.codes.view(torch.uint8), q.scale.view(torch.uint8)), dim=-1)
+        write.raw.view(-1, write.raw.shape[2])[places(write)[written]] = packed
+
+
+def places(write: RowWrite) -> Tensor:
+    """Rows of ``raw``, its blocks one after the other; any row where nothing is written."""
+    per_block = write.raw.shape[1]
+    number = write.number.long().clamp_min(0)
+    block = write.sequence.long()
+    if write.table is not None:
+        block = write.table.long()[block, number // per_block]
+    return block * per_block + number % per_block

@@ -1,0 +1,32 @@
+"""The three operations, one after the other."""
+
+from torch import Tensor
+
+from cedar.ops.cast.reference import cast
+from cedar.ops.kv_write import RowWrite
+from cedar.ops.kv_write.reference import kv_write
+from cedar.ops.norm.reference import rms_norm
+from cedar.ops.rope.reference import rotate
+from cedar.quant import BlockFormat
+
+__all__ = ["latent", "latent_write"]
+
+
+def latent(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    rotary: tuple[Tensor, Tensor],
+    fmt: BlockFormat | None,
+    inverse: bool = False,
+) -> Tensor:
+    if weight is not None:
+        x = rms_norm(x, weight, eps)
+    x = rotate(x, *rotary, inverse)
+    return x if fmt is None else cast(x, fmt)
+
+
+def latent_write(
+    write: RowWrite, weight: Tensor | None, eps: float, rotary: tuple[Tensor, Tensor]
+) -> None:
+    kv_write((write._replace(values=latent(write.values, weight, eps, rotary, None)),))
