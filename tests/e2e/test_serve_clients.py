@@ -3,9 +3,7 @@
 import base64
 import io
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -306,14 +304,3 @@ def test_mistakes_in_messages(anthropic: Anthropic) -> None:
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert "max_token" in body["error"]["message"]
-
-
-def test_the_snippets_of_the_docs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
-    snippets = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(snippets) == 3
-    for snippet in snippets:
-        names: dict[str, Any] = {}
-        exec(snippet.replace("http://127.0.0.1:8000", url), names)
-        names["client"].close()
-        assert capsys.readouterr().out
