@@ -29,7 +29,8 @@ def measure(loaded: LoadedModel, quick: bool) -> Iterator[tuple[str, float]]:
     """Every figure's name and value, in the order in which they are measured."""
     rig = Rig(loaded, quick)
     yield from _bytes(rig)
-    yield from _prefill(rig)
+    for length in (4096, 8192, 16384):
+        yield from _prefill(rig, length)
     yield from _threads(rig)
     yield from against_recompute(rig)
     yield from against_dense_masks(rig)
@@ -39,6 +40,9 @@ def measure(loaded: LoadedModel, quick: bool) -> Iterator[tuple[str, float]]:
     yield from drafting(rig)
     yield from _prefix_hit(rig)
     yield from _disk(rig)
+    # Minutes on a CPU, so it comes last, and a quick run leaves it out there.
+    if not quick or loaded.device.type != "cpu":
+        yield from _prefill(Rig(loaded, quick=True), 65536)
 
 
 def _bytes(rig: Rig) -> Iterator[tuple[str, float]]:
@@ -47,17 +51,14 @@ def _bytes(rig: Rig) -> Iterator[tuple[str, float]]:
     yield "kv_bytes_per_token_formula", float(rig.layout.bytes_per_token)
 
 
-def _prefill(rig: Rig) -> Iterator[tuple[str, float]]:
-    # 64K takes a minute on a CPU; a quick run leaves it out there.
-    lengths = (4096, 8192, 16384, 65536)
-    for length in lengths[:3] if rig.quick and rig.loaded.device.type == "cpu" else lengths:
-        times = {}
-        for replay in (Replay.DECODER, Replay.OFF):
-            runner = rig.runner(length + 64, replay=replay)
-            rig.prefill(runner, 2048)
-            times[replay] = rig.once_or_median(partial(rig.prefill, runner, length))
-        yield f"prefill_ced_over_full_{length // 1024}k", times[Replay.DECODER] / times[Replay.OFF]
-        yield f"prefill_tokens_per_second_{length // 1024}k", length / times[Replay.DECODER]
+def _prefill(rig: Rig, length: int) -> Iterator[tuple[str, float]]:
+    times = {}
+    for replay in (Replay.DECODER, Replay.OFF):
+        runner = rig.runner(length + 64, replay=replay)
+        rig.prefill(runner, 2048)
+        times[replay] = rig.once_or_median(partial(rig.prefill, runner, length))
+    yield f"prefill_ced_over_full_{length // 1024}k", times[Replay.DECODER] / times[Replay.OFF]
+    yield f"prefill_tokens_per_second_{length // 1024}k", length / times[Replay.DECODER]
 
 
 def _threads(rig: Rig) -> Iterator[tuple[str, float]]:
