@@ -10,6 +10,7 @@ from cedar.model.context import ForwardContext, Rotary, Shared
 from cedar.model.indexer import Indexer
 from cedar.model.linear import BuildSpec, Linear, Norm, Weight, new_parameter
 from cedar.model.teacher import index_loss
+from cedar.ops.linear.rows import pad_rows
 from cedar.ops.main_kv import FlatMain, MainKV
 from cedar.ops.sparse_attention import Rows
 from cedar.quant import FP4_MAIN, FP8_BLOCK, FP8_ROW, QuantTensor
@@ -66,10 +67,10 @@ class Attention(nn.Module):
         )
         grouped = torch.einsum(
             "tgk,grk->tgr",
-            o.reshape(len(o), self.groups, -1),
+            pad_rows(o.reshape(len(o), self.groups, -1)),
             dense.view(self.groups, -1, dense.shape[1]),
         )
-        return self.wo_b(grouped.flatten(1))
+        return self.wo_b(grouped[: len(o)].flatten(1))
 
     def project_main(self, x_TD: Tensor, ctx: ForwardContext) -> MainKV:
         """Full layers: main KV and index keys of the groups that this batch finishes.

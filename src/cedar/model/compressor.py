@@ -1,7 +1,6 @@
 """The compressor of full layers: groups of tokens become latents (section 4)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
@@ -10,6 +9,7 @@ from cedar.model.context import ForwardContext
 from cedar.model.layout import sequence_ranges
 from cedar.model.linear import BuildSpec, Linear, Norm
 from cedar.ops import widen
+from cedar.ops.linear.rows import product
 
 __all__ = ["Compressor"]
 
@@ -33,8 +33,8 @@ class Compressor(nn.Module):
             return self.norm(self.wkv(x_TD))
         # float32 from the stored weights; the pooled value returns to the model's type.
         wide = widen(x_TD)
-        kv = F.linear(wide, self.wkv.weight.to(wide.dtype))
-        gate = F.linear(wide, self.wgate.weight.to(wide.dtype))
+        kv = product(wide, self.wkv.weight.to(wide.dtype))
+        gate = product(wide, self.wgate.weight.to(wide.dtype))
         rows_GR = ctx.groups[self.ratio].rows_GR
         if ctx.store is not None:
             kv, gate = self._with_residues(kv, gate, ctx)

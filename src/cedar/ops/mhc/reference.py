@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from cedar.ops.linear.rows import product
 from cedar.ops.mhc import MhcMix, MhcParameters
 from cedar.ops.norm.reference import rms_norm
 from cedar.ops.precision import widen
@@ -22,7 +23,7 @@ def mhc_coefficients(
 ) -> MhcMix:
     flat = widen(x_TCD.flatten(-2))
     rstd = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    z = torch.nn.functional.linear(flat, fn.to(flat.dtype)) * rstd
+    z = product(flat, fn.to(flat.dtype)) * rstd
     return split_mixes(
         z, base, scale, streams=x_TCD.shape[-2], hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters
     )
