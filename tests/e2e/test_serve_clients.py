@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -184,39 +185,65 @@ def test_completions_score_their_prompt(openai: OpenAI) -> None:
         assert "".join(scores.tokens[1:-1]) == start
 
 
+def look(openai: OpenAI, colour: str, size: tuple[int, int] = (40, 30)) -> tuple[Any, Any]:
+    """The likeliest tokens after a text around a picture of one colour, and the usage."""
+    content = [
+        {"type": "text", "text": "In the days of old " * 20},
+        {"type": "image_url", "image_url": {"url": data_url(colour, size)}},
+        {"type": "text", "text": "And it came to pass " * 20},
+    ]
+    found = openai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
+        max_tokens=1,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    assert found.choices[0].logprobs is not None
+    assert found.choices[0].logprobs.content is not None
+    return found.choices[0].logprobs.content[0].top_logprobs, found.usage
+
+
+def alike(once: Any, later: Any) -> None:
+    assert [entry.token for entry in once] == [entry.token for entry in later]
+    assert [entry.logprob for entry in once] == pytest.approx(
+        [entry.logprob for entry in later], abs=0.05
+    )
+
+
+def apart(red: Any, blue: Any) -> bool:
+    most = max(abs(a.logprob - b.logprob) for a, b in zip(red, blue, strict=True))
+    return most > 1e-4 or [e.token for e in red] != [e.token for e in blue]
+
+
 def test_pictures(openai: OpenAI) -> None:
     """Equal texts with two pictures in turn: each gets its own, also from the cache."""
-
-    def look(colour: str, size: tuple[int, int] = (40, 30)) -> tuple[Any, Any]:
-        content = [
-            {"type": "text", "text": "In the days of old " * 20},
-            {"type": "image_url", "image_url": {"url": data_url(colour, size)}},
-            {"type": "text", "text": "And it came to pass " * 20},
-        ]
-        found = openai.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
-            max_tokens=1,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=5,
-        )
-        assert found.choices[0].logprobs is not None
-        assert found.choices[0].logprobs.content is not None
-        return found.choices[0].logprobs.content[0].top_logprobs, found.usage
-
     (red, used), (blue, _), (red_again, hit), (blue_again, _) = (
-        look(colour) for colour in ("red", "blue", "red", "blue")
+        look(openai, colour) for colour in ("red", "blue", "red", "blue")
     )
     assert hit.prompt_tokens_details.cached_tokens > 0
     assert used.prompt_tokens == hit.prompt_tokens
-    for once, later in ((red, red_again), (blue, blue_again)):
-        assert [entry.token for entry in once] == [entry.token for entry in later]
-        assert [entry.logprob for entry in once] == pytest.approx(
-            [entry.logprob for entry in later], abs=0.05
-        )
-    apart = max(abs(a.logprob - b.logprob) for a, b in zip(red, blue, strict=True))
-    assert apart > 1e-4 or [e.token for e in red] != [e.token for e in blue]
+    alike(red, red_again)
+    alike(blue, blue_again)
+    assert apart(red, blue)
+
+
+def test_pictures_after_a_restart(tmp_path: Path) -> None:
+    """The same from the disk, by another process."""
+    seen: dict[str, Any] = {}
+    for restarted in (False, True):
+        options = ("--pool-tokens", "16384", "--served-model-name", MODEL)
+        with serving(*options, "--disk-cache", str(tmp_path / "prefixes")) as served:
+            client = OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+            with client:
+                for colour in ("red", "blue", "red", "blue"):
+                    found, usage = look(client, colour)
+                    cached = usage.prompt_tokens_details.cached_tokens
+                    assert not (restarted or colour in seen) or cached > 0
+                    alike(seen.setdefault(colour, found), found)
+            assert served.end() == 0
+    assert apart(seen["red"], seen["blue"])
 
 
 def test_mistakes(openai: OpenAI) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cedar.engine.llm import LLM
+from cedar.inputs.chat import Api, ChatProtocol
 from served import serving
 
 pytestmark = pytest.mark.soak
@@ -88,6 +89,21 @@ def in_process(llm: LLM) -> list[list[float]]:
     return found
 
 
+def replies(llm: LLM, before: str = "") -> list[str]:
+    """The answer to every question as a chat, by the engine alone."""
+    protocol = ChatProtocol(
+        llm.core.tokenizer, models=["cedar-tiny"], default_thinking=False, accepts_images=True
+    )
+    found = []
+    for question, _ in QUESTIONS:
+        messages = [{"role": "user", "content": before + question}]
+        body = json.dumps({"model": "cedar-tiny", "messages": messages}).encode()
+        params = {"max_tokens": 8, "temperature": 0.0, "stop": ["."]}
+        (done,) = llm.generate([protocol.read(Api.CHAT, body).tokens], params, progress=False)
+        found.append(done.text)
+    return found
+
+
 def test_scores_are_those_of_the_engine(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     with data.open("w", encoding="utf-8") as file:
@@ -116,6 +132,9 @@ def test_scores_are_those_of_the_engine(tmp_path: Path) -> None:
             tmp_path, "local-chat-completions", arguments, "cedar_words", "--apply_chat_template"
         )
         texts = [sample["filtered_resps"][0] for sample in chat["samples"]]
-        assert len(texts) == 4
+        assert texts == replies(llm)
+        right = [QUESTIONS[n][1][answers[n]] == text for n, text in enumerate(texts)]
+        assert chat["results"]["exact_match,none"] == sum(right) / 4
         assert "Traceback" not in served.log
     assert all(texts)
+    assert texts != replies(llm, "Now: ")  # negative control
