@@ -17,38 +17,11 @@ from cedar.cache.snapshots import RingCapture, RingSnapshot
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
 from cedar.errors import CapacityError
+from cedar.ops.packed import pack_rows, unpack_rows
 from cedar.ops.sparse_attention import Rows
-from cedar.quant import (
-    FP4_MAIN,
-    FP4_ROW,
-    FP8_ROW,
-    BlockFormat,
-    Element,
-    QuantTensor,
-    Scale,
-    quantize,
-)
+from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW
 
 __all__ = ["Mark", "PagedKV", "PagedMain"]
-
-
-def _pack(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """Rows as bytes ``[n, codes + scales]``."""
-    q = quantize(x, fmt)
-    return torch.cat((q.codes.view(torch.uint8), q.scale.view(torch.uint8)), dim=-1)
-
-
-def _unpack(raw: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
-    """The rows of `_pack`."""
-    codes_wide = fmt.element is Element.E4M3
-    per_scale = fmt.cols if codes_wide else fmt.cols // 2  # bytes of codes that share a scale
-    width = raw.shape[-1] * per_scale // (per_scale + 1)
-    codes, scale = raw[..., :width].contiguous(), raw[..., width:].contiguous()
-    if codes_wide:
-        codes = codes.view(torch.float8_e4m3fn)
-    if fmt.scale is Scale.E4M3:
-        scale = scale.view(torch.float8_e4m3fn)
-    return QuantTensor(codes, scale, fmt).dequantize(dtype)
 
 
 @dataclass(slots=True)
@@ -114,7 +87,7 @@ class PagedMain:
         place = page * per_page + entry % per_page
         # Each stored row is dequantised once, however many queries chose it.
         unique, where = torch.unique(place[known], return_inverse=True)
-        rows = _unpack(self.entries_PEB.flatten(0, 1)[unique], FP4_MAIN, self.dtype)
+        rows = unpack_rows(self.entries_PEB.flatten(0, 1)[unique], FP4_MAIN, self.dtype)
         slots = torch.full_like(entries_TK, -1)
         slots[known] = where
         return Rows(rows, slots)
@@ -122,14 +95,14 @@ class PagedMain:
     def keys(self, sequence: int, stop: int) -> Tensor:
         per_page = self.keys_PEB.shape[1]
         pages = self.tables[sequence][: -(-stop // per_page)].to(self.keys_PEB.device)
-        return _unpack(self.keys_PEB[pages].flatten(0, 1)[:stop], FP4_ROW, self.dtype)
+        return unpack_rows(self.keys_PEB[pages].flatten(0, 1)[:stop], FP4_ROW, self.dtype)
 
     def keys_at(self, sequence: int, entries_TM: Tensor) -> tuple[Tensor, Tensor]:
         per_page = self.keys_PEB.shape[1]
         entry = entries_TM.clamp_min(0)
         place = self.tables[sequence].to(entry.device)[entry // per_page] * per_page
         unique, where = torch.unique(place + entry % per_page, return_inverse=True)
-        return _unpack(self.keys_PEB.flatten(0, 1)[unique], FP4_ROW, self.dtype), where
+        return unpack_rows(self.keys_PEB.flatten(0, 1)[unique], FP4_ROW, self.dtype), where
 
 
 class PagedKV:
@@ -356,7 +329,7 @@ class PagedKV:
         stop = self.length(slot, half)
         ring = self._rings[layer][slot]
         places = torch.arange(stop - self.window_length(slot, half), stop, device=ring.device)
-        return _unpack(ring[places % len(ring)], FP8_ROW, self._dtype)
+        return unpack_rows(ring[places % len(ring)], FP8_ROW, self._dtype)
 
     def extend_window(self, layer: int, slot: int, rows_TH: Tensor) -> None:
         half, ring = self._half[layer], self._rings[layer][slot]
@@ -393,8 +366,8 @@ class PagedKV:
         table = torch.tensor(state.pages, dtype=torch.int64)
         place = table[number // per_page] * per_page + number % per_page
         place = place.to(rows_SH.device)
-        self._entries[layer].flatten(0, 1)[place] = _pack(rows_SH[begin - first :], FP4_MAIN)
-        self._keys[layer].flatten(0, 1)[place] = _pack(keys_SJ[begin - first :], FP4_ROW)
+        self._entries[layer].flatten(0, 1)[place] = pack_rows(rows_SH[begin - first :], FP4_MAIN)
+        self._keys[layer].flatten(0, 1)[place] = pack_rows(keys_SJ[begin - first :], FP4_ROW)
         state.stored[layer] = max(state.stored[layer], stop)
 
     def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PagedMain:
@@ -423,7 +396,7 @@ class PagedKV:
 
 
 def _pack_fp8(rows: Tensor) -> Tensor:
-    return _pack(rows, FP8_ROW)
+    return pack_rows(rows, FP8_ROW)
 
 
 def _append(ring: Tensor, length: int, rows: Tensor, pack: Callable[[Tensor], Tensor]) -> None:

@@ -8,9 +8,9 @@ nibble), then one scale byte per ``format.cols`` values. At the released sizes: 
 import torch
 from torch import Tensor
 
-from cedar.quant import BlockFormat, Element, QuantTensor, Scale
+from cedar.quant import BlockFormat, Element, QuantTensor, Scale, quantize
 
-__all__ = ["row_width", "unpack_rows"]
+__all__ = ["pack_rows", "row_width", "unpack_rows"]
 
 
 def row_width(row_bytes: int, fmt: BlockFormat) -> int:
@@ -22,6 +22,12 @@ def row_width(row_bytes: int, fmt: BlockFormat) -> int:
             f"{row_bytes} bytes are no row of {fmt.name}; expected a multiple of {per_scale + 1}"
         )
     return blocks * fmt.cols
+
+
+def pack_rows(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """Rows ``uint8 [..., bytes]`` of values ``[..., n]``."""
+    q = quantize(x, fmt)
+    return torch.cat((q.codes.view(torch.uint8), q.scale.view(torch.uint8)), dim=-1)
 
 
 def unpack_rows(raw: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:

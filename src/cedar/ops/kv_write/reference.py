@@ -1,10 +1,9 @@
 """Quantise, then copy bytes."""
 
-import torch
 from torch import Tensor
 
 from cedar.ops.kv_write import RowWrite
-from cedar.quant import quantize
+from cedar.ops.packed import pack_rows
 
 __all__ = ["kv_write", "places"]
 
@@ -12,8 +11,7 @@ __all__ = ["kv_write", "places"]
 def kv_write(writes: tuple[RowWrite, ...]) -> None:
     for write in writes:
         written = write.number >= 0
-        q = quantize(write.values[written], write.format)
-        packed = torch.cat((q.codes.view(torch.uint8), q.scale.view(torch.uint8)), dim=-1)
+        packed = pack_rows(write.values[written], write.format)
         write.raw.view(-1, write.raw.shape[2])[places(write)[written]] = packed
 
 
