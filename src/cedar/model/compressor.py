@@ -9,7 +9,6 @@ from cedar.model.context import ForwardContext
 from cedar.model.layout import sequence_ranges
 from cedar.model.linear import BuildSpec, Linear, Norm
 from cedar.ops import widen
-from cedar.ops.linear.rows import product
 
 __all__ = ["Compressor"]
 
@@ -33,8 +32,8 @@ class Compressor(nn.Module):
             return self.norm(self.wkv(x_TD))
         # float32 from the stored weights; the pooled value returns to the model's type.
         wide = widen(x_TD)
-        kv = product(wide, self.wkv.weight.to(wide.dtype))
-        gate = product(wide, self.wgate.weight.to(wide.dtype))
+        kv = self.ops.linear(wide, self.wkv.weight)
+        gate = self.ops.linear(wide, self.wgate.weight)
         rows_GR = ctx.groups[self.ratio].rows_GR
         if ctx.store is not None:
             kv, gate = self._with_residues(kv, gate, ctx)

@@ -15,7 +15,6 @@ from cedar.model.draft import DraftHead, DraftOutput, DraftProposal, MainStates
 from cedar.model.layout import positions, rotary, window_slots
 from cedar.model.linear import Weight
 from cedar.ops import widen
-from cedar.ops.linear.rows import product
 
 __all__ = ["Drafting", "greedy"]
 
@@ -49,7 +48,7 @@ class Drafting(Contexts):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` in float32 (float64 for float64 input)."""
         wide = widen(hidden)
-        return product(wide, self.head.weight.to(wide.dtype))
+        return self.ops.linear(wide, self.head.weight)
 
     def draft_write(self, taps_TX: Tensor, batch: Batch, store: KVStore) -> None:
         """Give the draft rings the main states of a batch that `forward` has just stored."""

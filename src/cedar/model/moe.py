@@ -7,7 +7,6 @@ from cedar.config.model import ModelConfig
 from cedar.model.context import ForwardContext, LayerStats
 from cedar.model.linear import BuildSpec, Linear, Weight, new_parameter
 from cedar.ops import widen
-from cedar.ops.linear.rows import product
 from cedar.ops.route import Routing
 from cedar.quant import FP4_ROW, FP8_BLOCK
 
@@ -76,7 +75,7 @@ class MoE(nn.Module):
     def route(self, x_TD: Tensor, open_T: Tensor | None) -> Routing:
         """Choose experts; ``open_T`` is False on image-span tokens (None: text only)."""
         wide = widen(x_TD)
-        logits = product(wide, self.gate.weight.to(wide.dtype)) / self.gate_temp
+        logits = self.ops.linear(wide, self.gate.weight) / self.gate_temp
         bias: Tensor = self.gate.bias
         if open_T is not None:
             bias = torch.where(open_T.unsqueeze(1), self.gate.bias, self.gate.bias_vl)
