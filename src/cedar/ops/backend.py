@@ -9,6 +9,7 @@ shape beyond its limits) hands them to the plain implementation.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -132,9 +133,16 @@ def select_ops(device: torch.device | str = "cpu", *, kernels: bool = False) -> 
     not, so they have to be asked for.
     """
     place = torch.device(device)
-    found, why_not = _kernels(place)
-    if found and not kernels:
-        found, why_not = {}, "plain PyTorch unless kernels are asked for: select_ops(kernels=True)"
+    found: Mapping[str, _Kernel] = {}
+    why_not = _obstacle(place)
+    if why_not is None and not kernels:
+        why_not = "plain PyTorch unless kernels are asked for: select_ops(kernels=True)"
+    if why_not is None:
+        found = _triton_kernels(torch.cuda.get_device_capability(place) == (9, 0))
+        why_not = (
+            f"no kernel for it yet (Triton {import_module('triton').__version__} is installed); "
+            "plain PyTorch runs on every device"
+        )
     choices = []
     chosen: dict[str, Any] = {}
     for name in (field.name for field in fields(Ops) if field.name != "choices"):
@@ -147,26 +155,21 @@ def select_ops(device: torch.device | str = "cpu", *, kernels: bool = False) -> 
     return Ops(**chosen, choices=tuple(choices))
 
 
-def _kernels(device: torch.device) -> tuple[dict[str, _Kernel], str]:
-    """The kernels for a device, and why the operations without one run the reference."""
+def _obstacle(device: torch.device) -> str | None:
+    """Why no kernel can run on a device; None if they can."""
     if device.type != "cuda":
-        return {}, f"no kernel for {device.type} yet; plain PyTorch runs on every device"
+        return f"no kernel for {device.type} yet; plain PyTorch runs on every device"
     if not torch.cuda.is_available():
-        return {}, "PyTorch finds no CUDA device here; plain PyTorch runs on every device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        return {}, (
+        return "PyTorch finds no CUDA device here; plain PyTorch runs on every device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return (
             f"the kernels read FP8, which needs compute capability 8.9; {device} has "
-            f"{capability[0]}.{capability[1]}"
+            f"{major}.{minor}"
         )
-    try:
-        triton = import_module("triton")
-    except ImportError:
-        return {}, "the kernels need Triton, which is not installed (the extra cedar-lm[triton])"
-    return _triton_kernels(capability == (9, 0)), (
-        f"no kernel for it yet (Triton {triton.__version__} is installed); plain PyTorch runs "
-        "on every device"
-    )
+    if find_spec("triton") is None:
+        return "the kernels need Triton, which is not installed (the extra cedar-lm[triton])"
+    return None
 
 
 def _triton_kernels(hopper: bool) -> dict[str, _Kernel]:
