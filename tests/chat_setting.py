@@ -154,3 +154,29 @@ def encoding(kind: str = "real") -> recipe.DeepseekV41Encoding:
     raw = recipe.Tokenizer.from_str(tokenizer(kind).raw.to_str())
     special = recipe.SpecialTokens(image=IMAGE)
     return recipe.DeepseekV41Encoding().with_special_tokens(special).with_tokenizer(raw)
+
+
+def content_of(api: Api, response: dict[str, Any]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Reasoning, answer and calls of a response; arguments as given, text or parsed."""
+    reasoning = answer = ""
+    calls: list[tuple[str, Any]] = []
+    if api is Api.CHAT:
+        message = response["choices"][0]["message"]
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [(function["name"], function["arguments"]) for function in functions]
+        return message.get("reasoning_content") or "", message["content"] or "", calls
+    for part in response["output" if api is Api.RESPONSES else "content"]:
+        match part["type"]:
+            case "reasoning":
+                reasoning += part["content"][0]["text"]
+            case "thinking":
+                reasoning += part["thinking"]
+            case "message":
+                answer += part["content"][0]["text"]
+            case "text":
+                answer += part["text"]
+            case "function_call":
+                calls.append((part["name"], part["arguments"]))
+            case "tool_use":
+                calls.append((part["name"], part["input"]))
+    return reasoning, answer, calls

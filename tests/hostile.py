@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cedar.server.connection import Connection, uvicorn_settings
 from cedar.server.guard import Limits, LimitsMiddleware
+from serving import Answer
 
 __all__ = [
     "CHAT",
@@ -28,7 +29,6 @@ __all__ = [
     "PATIENCE",
     "RESPONSES",
     "SECRET",
-    "Reply",
     "Target",
     "cedar_target",
     "echo_target",
@@ -40,24 +40,6 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 PATHS = {"chat": CHAT, "responses": RESPONSES, "messages": MESSAGES}
 SECRET = "words-of-a-user"  # in what is sent; must never be in a log
 PATIENCE = 0.4  # seconds, of the server in this process
-
-
-@dataclass
-class Reply:
-    """A whole response."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        found = self.json()["error"]
-        assert isinstance(found, dict)
-        return found
 
 
 def request_bytes(
@@ -81,7 +63,7 @@ class Target:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
-    def send(self, data: bytes) -> Reply:
+    def send(self, data: bytes) -> Answer:
         """Send bytes, as far as they are taken, and read one response."""
         with self.connect() as connection:
             with contextlib.suppress(OSError):
@@ -89,21 +71,21 @@ class Target:
             return self.read(connection)
 
     @staticmethod
-    def read(connection: socket.socket) -> Reply:
+    def read(connection: socket.socket) -> Answer:
         response = http.client.HTTPResponse(connection)
         response.begin()
         with response:
             headers = {name.lower(): value for name, value in response.getheaders()}
-            return Reply(response.status, headers, response.read())
+            return Answer(response.status, headers, response.read())
 
-    def post(self, path: str, **body: Any) -> Reply:
+    def post(self, path: str, **body: Any) -> Answer:
         return self.send(request_bytes(path, json.dumps(body).encode()))
 
     def health(self) -> int:
         return self.send(request_bytes("/health", method="GET")).status
 
 
-def looks_right(reply: Reply, *statuses: int, path: str = CHAT) -> None:
+def looks_right(reply: Answer, *statuses: int, path: str = CHAT) -> None:
     """The status is one of these, and the error has the form of its API."""
     assert reply.status in statuses, (reply.status, reply.body[:300])
     assert reply.headers["content-type"].startswith("application/json")

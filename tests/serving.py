@@ -240,7 +240,8 @@ class Answer:
     @property
     def error(self) -> dict[str, Any]:
         """What is wrong, whichever API's form it has."""
-        found: dict[str, Any] = self.json()["error"]
+        found = self.json()["error"]
+        assert isinstance(found, dict)
         return found
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cedar.inputs.chat import Api, ChatRequest, UsageDetails
-from chat_setting import CALLS, TOOLS, Played, play, read, spell
+from chat_setting import CALLS, TOOLS, Played, content_of, play, read, spell
 
 APIS = list(Api)
 DETAILS = UsageDetails(completion_tokens=50)
@@ -89,41 +89,16 @@ def streamed(api: Api, played: Played) -> tuple[str, str, list[str]]:
     return reasoning, answer, arguments
 
 
-def whole(api: Api, response: dict[str, Any]) -> tuple[str, str, list[Any]]:
-    """The same from the response."""
-    reasoning = answer = ""
-    calls: list[Any] = []
-    if api is Api.CHAT:
-        message = response["choices"][0]["message"]
-        calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-        return message.get("reasoning_content") or "", message["content"], calls
-    for part in response["output" if api is Api.RESPONSES else "content"]:
-        match part["type"]:
-            case "reasoning":
-                reasoning += part["content"][0]["text"]
-            case "thinking":
-                reasoning += part["thinking"]
-            case "message":
-                answer += part["content"][0]["text"]
-            case "text":
-                answer += part["text"]
-            case "function_call":
-                calls.append(part["arguments"])
-            case "tool_use":
-                calls.append(part["input"])
-    return reasoning, answer, calls
-
-
 def check_same(api: Api, request: ChatRequest, text: str, pieces: list[Any]) -> Played:
     one = play(request, [text], kind="bundled", details=DETAILS)
     many = play(request, pieces, kind="bundled", details=DETAILS)
     assert said(many) == said(one)
     for played in (one, many):
         reasoning, answer, arguments = streamed(api, played)
-        expected = whole(api, played.response)
+        expected = content_of(api, played.response)
         assert (reasoning, answer) == expected[:2]
         if api is not Api.MESSAGES:  # whose response has parsed arguments
-            assert arguments == expected[2]
+            assert arguments == [given for _, given in expected[2]]
         assert len(arguments) == len(expected[2])
     return many
 
@@ -136,7 +111,7 @@ def test_every_cut_gives_the_same(api: Api, text: str) -> None:
         check_same(api, request, text, [text[:place], text[place:]])
     played = check_same(api, request, text, list(text))
     # With tools declared no markup is left, wherever the cuts were.
-    assert "｜DSML｜" not in "".join(whole(api, played.response)[:2])
+    assert "｜DSML｜" not in "".join(content_of(api, played.response)[:2])
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+import chat_setting
 from cedar.inputs.chat import Api, ChatRequest, UsageDetails
 from chat_setting import CALLS, HELLO, TOOLS, Played, play, protocol, read, spell, tokenizer
 
@@ -19,31 +20,10 @@ ONE_CALL = CALLS[: CALLS.index('<｜DSML｜ invoke name="list"')] + "</｜DSML�
 
 
 def content_of(api: Api, response: dict[str, Any]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Reasoning, answer and calls of a response of any API."""
-    if api is Api.CHAT:
-        message = response["choices"][0]["message"]
-        calls = [
-            (call["function"]["name"], json.loads(call["function"]["arguments"]))
-            for call in message.get("tool_calls", ())
-        ]
-        return message.get("reasoning_content") or "", message["content"] or "", calls
-    reasoning = answer = ""
-    calls = []
-    for part in response["output" if api is Api.RESPONSES else "content"]:
-        match part["type"]:
-            case "reasoning":
-                reasoning += part["content"][0]["text"]
-            case "thinking":
-                reasoning += part["thinking"]
-            case "message":
-                answer += part["content"][0]["text"]
-            case "text":
-                answer += part["text"]
-            case "function_call":
-                calls.append((part["name"], json.loads(part["arguments"])))
-            case "tool_use":
-                calls.append((part["name"], part["input"]))
-    return reasoning, answer, calls
+    """Reasoning, answer and calls of a response of any API, arguments parsed."""
+    reasoning, answer, calls = chat_setting.content_of(api, response)
+    parsed = [(name, json.loads(a) if isinstance(a, str) else a) for name, a in calls]
+    return reasoning, answer, parsed
 
 
 def check_types(api: Api, played: Played) -> None:

@@ -34,7 +34,7 @@ def drafting(rig: Rig) -> Iterator[tuple[str, float]]:
     yield "draft_round_over_step", cost
     yield "drafting_speedup_by_formula", len(text) / rounds / cost
     yield "drafting_speedup_measured", alone / seconds
-    # In float32 six rows round differently from one, which can decide a near-tie.
+    # Where rows round by how many there are (`cedar.ops.linear.rows`) a near-tie may differ.
     yield "drafting_equal_until_token", equal
     yield "drafting_measured_over_formula", (alone / seconds) / (len(text) / rounds / cost)
 
