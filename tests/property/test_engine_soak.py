@@ -219,7 +219,7 @@ def test_a_long_prompt_and_a_needle_in_it(monkeypatch: pytest.MonkeyPatch) -> No
     options = 8.0 * options / options.norm(dim=1, keepdim=True)
     key = options[int(scores(options).argmax())]
     page, place = order[entry // layout.page_tokens], entry % layout.page_tokens
-    runner.store._keys[source][page, place] = paged._pack(key.unsqueeze(0), FP4_ROW)[0]
+    runner.store._keys[source][page, place] = paged.pack_rows(key.unsqueeze(0), FP4_ROW)[0]
     found = scores(main.keys(0, LONG))
     assert int(found.argmax()) == entry
     entries, blocks = again()

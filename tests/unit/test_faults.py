@@ -149,7 +149,7 @@ def zero(self: PagedKV, layer: int, slot: int, real: Any = PagedKV.window) -> Te
 def unaligned(self: PagedKV, layer: int, slot: int, real: Any = PagedKV.window) -> Tensor:
     """The ring from its first row on, wherever it begins."""
     count = len(real(self, layer, slot))
-    return paged._unpack(self._rings[layer][slot][:count], FP8_ROW, self._dtype)
+    return paged.unpack_rows(self._rings[layer][slot][:count], FP8_ROW, self._dtype)
 
 
 @pytest.mark.parametrize("check", [check_chunks, check_hit, check_reuse, check_rejection])
@@ -678,7 +678,7 @@ def test_scales_stand_where_the_layout_says(monkeypatch: pytest.MonkeyPatch) -> 
             assert (error <= 0.26 * top).all()
 
     check()
-    real_pack, real_unpack = paged._pack, paged._unpack
+    real_pack, real_unpack = paged.pack_rows, paged.unpack_rows
 
     def rolled(raw: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
         """From the second page on the scale of the row before."""
@@ -695,7 +695,7 @@ def test_scales_stand_where_the_layout_says(monkeypatch: pytest.MonkeyPatch) -> 
         width = x.shape[-1] // 2
         return raw if fmt is FP8_ROW else torch.cat((raw[:, :width], raw[:, width:].flip(1)), 1)
 
-    for name, fault in (("_unpack", rolled), ("_pack", turned)):
+    for name, fault in (("unpack_rows", rolled), ("pack_rows", turned)):
         with monkeypatch.context() as patch:
             patch.setattr(paged, name, fault)
             with pytest.raises(AssertionError):

@@ -265,7 +265,7 @@ def test_the_packed_store_loses_nothing() -> None:
 
 
 Pack = Callable[[Tensor, BlockFormat], Tensor]
-REAL: Pack = paged._pack
+REAL: Pack = paged.pack_rows
 LIMIT = 8.0  # more than the caches of even models hold, less than the outliers
 
 
@@ -310,7 +310,7 @@ def test_a_wrong_layout_of_scales_is_noticed(
     monkeypatch: pytest.MonkeyPatch, fault: Pack, where: BlockFormat
 ) -> None:
     """In windows, in main KV and in index keys, each alone."""
-    monkeypatch.setattr(paged, "_pack", faulty(fault, where))
+    monkeypatch.setattr(paged, "pack_rows", faulty(fault, where))
     with pytest.raises(AssertionError):
         check_store(uneven().model, tokens())
 
@@ -320,7 +320,7 @@ def test_even_models_pass_with_a_fault_that_outliers_show(
     monkeypatch: pytest.MonkeyPatch, where: BlockFormat
 ) -> None:
     """Why they are needed: random weights pass to the last bit, and so do the bundled ones."""
-    monkeypatch.setattr(paged, "_pack", faulty(saturating, where))
+    monkeypatch.setattr(paged, "pack_rows", faulty(saturating, where))
     check_store(even().model, tokens())
     check_store(loaded_tiny().model, tokens_of_tiny())
     with pytest.raises(AssertionError):
