@@ -1,7 +1,7 @@
 """Typical mistakes, injected one at a time: each makes parity fail, in the right place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,13 @@ from golden_files import take_part, take_whole
 from torch import Tensor
 
 from cedar.analysis.parity import run_parity
-from cedar.model.context import ForwardContext, Shared
-from cedar.model.indexer import Indexer
+from cedar.model.attention import Attention
+from cedar.model.context import Shared
+from cedar.model.forward import ForwardContext
 from cedar.model.layer import Block
 from cedar.model.moe import MoE
-from cedar.ops import Ops, select_ops
+from cedar.ops import Ops, select_ops, with_operations
+from cedar.ops.main_kv import MainKV
 from cedar.ops.mhc import MhcMix
 from cedar.ops.rope.reference import frequencies
 from cedar.ops.select.reference import select_entries
@@ -43,14 +45,14 @@ def not_rounded(fmt: BlockFormat) -> Ops:
     def cast(x: Tensor, wanted: BlockFormat) -> Tensor:
         return x if wanted == fmt else OPS.cast(x, wanted)
 
-    return replace(OPS, cast=cast)
+    return with_operations(OPS, cast=cast)
 
 
 def no_inverse_rotation() -> Ops:
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
         return x if inverse else OPS.rotate(x, cos, sin)
 
-    return replace(OPS, rotate=rotate)
+    return with_operations(OPS, rotate=rotate)
 
 
 def half_split_rotary() -> Ops:
@@ -61,7 +63,7 @@ def half_split_rotary() -> Ops:
         out = OPS.rotate(adjacent, cos, sin, inverse)
         return torch.cat((passed, out.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)), -1)
 
-    return replace(OPS, rotate=rotate)
+    return with_operations(OPS, rotate=rotate)
 
 
 def newest_block_not_pinned() -> Ops:
@@ -70,7 +72,7 @@ def newest_block_not_pinned() -> Ops:
         padded = torch.nn.functional.pad(scores, (0, width), value=-torch.inf)
         return select_entries(padded.unflatten(1, (-1, block)).amax(2), k)
 
-    return replace(OPS, select_blocks=select_blocks)
+    return with_operations(OPS, select_blocks=select_blocks)
 
 
 def transposed_mixing() -> Ops:
@@ -78,21 +80,21 @@ def transposed_mixing() -> Ops:
         mix = OPS.mhc_coefficients(*args, **kwargs)
         return mix._replace(comb_TCC=mix.comb_TCC.transpose(-1, -2))
 
-    return replace(OPS, mhc_coefficients=coefficients)
+    return with_operations(OPS, mhc_coefficients=coefficients)
 
 
 def no_clamp() -> Ops:
     def experts(*args: object, limit: float, **kwargs: object) -> Tensor:
         return OPS.experts(*args, limit=torch.inf, **kwargs)
 
-    return replace(OPS, experts=experts, swiglu=lambda g, u, _: OPS.swiglu(g, u, torch.inf))
+    return with_operations(OPS, experts=experts, swiglu=lambda g, u, _: OPS.swiglu(g, u, torch.inf))
 
 
 def no_sink() -> Ops:
     def attention(q: Tensor, sources: tuple, sink: Tensor, scale: float) -> Tensor:
         return OPS.sparse_attention(q, sources, torch.full_like(sink, -torch.inf), scale)
 
-    return replace(OPS, sparse_attention=attention)
+    return with_operations(OPS, sparse_attention=attention)
 
 
 def weight_after_w2() -> Ops:
@@ -104,7 +106,7 @@ def weight_after_w2() -> Ops:
         ]
         return torch.stack(outputs).sum(0)
 
-    return replace(OPS, experts=experts)
+    return with_operations(OPS, experts=experts)
 
 
 def with_epsilon(op: str) -> Ops:
@@ -116,17 +118,17 @@ def with_epsilon(op: str) -> Ops:
         wrong = lambda x, weight, eps: original(x, weight, 1e-6)  # noqa: E731
     else:
         wrong = lambda *args: original(*args[:5], 1e-6, args[6])  # noqa: E731
-    return replace(OPS, **{op: wrong})
+    return with_operations(OPS, **{op: wrong})
 
 
 def own_sublayer_mix(patch: pytest.MonkeyPatch) -> None:
-    original = Block.mix
+    original = Block.open
 
-    def mix(self, streams, part):
+    def begin(self, streams, part):
         self.single_pass = False
         return original(self, streams, part)
 
-    patch.setattr(Block, "mix", mix)
+    patch.setattr(Block, "open", begin)
 
 
 def no_candidate_filter(patch: pytest.MonkeyPatch) -> None:
@@ -139,13 +141,16 @@ def plain_rotary_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def index_key_after_rotation(patch: pytest.MonkeyPatch) -> None:
-    original = Indexer.keys
+    original = Attention.project_main
 
-    def keys(self, latent_SH: Tensor, ctx: ForwardContext) -> Tensor:
+    def project_main(self, x_TD: Tensor, ctx: ForwardContext) -> MainKV:
         at = ctx.groups[self.plan.compress_ratio].rotary
-        return original(self, self.ops.rotate(latent_SH, *at), ctx)
+        self.indexer.wk.register_forward_pre_hook(
+            lambda _, inputs: (self.ops.rotate(inputs[0], *at),)
+        )
+        return original(self, x_TD, ctx)
 
-    patch.setattr(Indexer, "keys", keys)
+    patch.setattr(Attention, "project_main", project_main)
 
 
 def text_bias_for_images(patch: pytest.MonkeyPatch) -> None:

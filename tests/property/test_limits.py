@@ -17,7 +17,7 @@ from torch import Tensor
 from cedar.cache import DenseKV
 from cedar.model import Batch, Model
 from cedar.model.context import Candidates, MainKV, Shared
-from cedar.ops import Ops, select_ops
+from cedar.ops import Ops, select_ops, with_operations
 from cedar.ops.main_kv import FlatMain
 from cedar.ops.select.reference import select_entries
 from cedar.ops.sparse_attention import Rows
@@ -98,7 +98,7 @@ def test_topk_of_all_entries_is_dense_attention(length: int, seed: int) -> None:
     limits = {"index_topk": 40, "candidate_topk_blocks": 20, "candidate_block_size": 2}
     sparse = tiny_model(seed=seed % 5, **limits)
     naive = naive_attention(6, lambda entries: 1 if entries == length else 2)
-    ops = replace(select_ops(), sparse_attention=naive)
+    ops = with_operations(select_ops(), sparse_attention=naive)
     dense = tiny_model(seed=seed % 5, ops=ops, **limits)
     batch = text(sparse, length, seed)
     assert_close(sparse(batch).logits, dense(batch).logits, "float64")
@@ -106,7 +106,7 @@ def test_topk_of_all_entries_is_dense_attention(length: int, seed: int) -> None:
 
 def test_dense_attention_notices_the_selection() -> None:
     """Negative control: with a small top-k, or another window, the two differ."""
-    ops = replace(select_ops(), sparse_attention=naive_attention(6, lambda n: 40 // n))
+    ops = with_operations(select_ops(), sparse_attention=naive_attention(6, lambda n: 40 // n))
     batch = text(tiny_model(), 40, 1)
     for limits in ({}, {"index_topk": 40}, {"index_topk": 40, "candidate_topk_blocks": 14}):
         sparse, dense = tiny_model(**limits), tiny_model(ops=ops, **limits)
@@ -150,7 +150,7 @@ def test_a_wide_window_is_causal_attention(length: int, seed: int, window: int) 
         return torch.einsum("nts,sh,nt->tnh", weights, rows, 1 / total)
 
     model = tiny_model(window_size=window, **WINDOW_ONLY)
-    ops = replace(select_ops(), sparse_attention=causal)
+    ops = with_operations(select_ops(), sparse_attention=causal)
     plain = tiny_model(window_size=window, ops=ops, **WINDOW_ONLY)
     batch = text(model, length, seed)
     assert_close(model(batch).logits, plain(batch).logits, "float64")
@@ -300,7 +300,9 @@ class Spy:
             self.calls.append("pool")
             return plain.index_score_rows(q, w, keys, rows)
 
-        self.ops: Ops = replace(plain, index_score=index_score, index_score_rows=index_score_rows)
+        self.ops: Ops = with_operations(
+            plain, index_score=index_score, index_score_rows=index_score_rows
+        )
 
 
 def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +463,7 @@ def test_which_mix_a_sublayer_reads(single_pass: bool) -> None:
     seen = Recorder()
     inputs: list[Tensor] = []
     layer = model.backbone()[2]
-    hook = layer.ffn_norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    hook = layer.ffn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     model(text(model, 12, 1), probe=seen)
     hook.remove()
     x, y = seen.values["layers.2.in"], seen.values["layers.2.attn.out"]
@@ -476,5 +478,6 @@ def test_which_mix_a_sublayer_reads(single_pass: bool) -> None:
     streams = model.ops.mhc_expand(x, y, attention)
     own, carried = coefficients("ffn", streams).pre_TC, attention.pre_TC
     used, other = (carried, own) if single_pass else (own, carried)
-    assert_close(inputs[0], model.ops.mhc_collapse(streams, used), "float64")
-    assert not torch.allclose(inputs[0], model.ops.mhc_collapse(streams, other))
+    enters = [layer.ffn_norm(model.ops.mhc_collapse(streams, mix)) for mix in (used, other)]
+    assert_close(inputs[0], enters[0], "float64")
+    assert not torch.allclose(inputs[0], enters[1])

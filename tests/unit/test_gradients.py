@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cedar.cache import DenseKV
 from cedar.model import Batch, Model, ModelOutput, TrainSignals, WeightStorage
-from cedar.ops import Ops, select_ops
+from cedar.ops import Ops, select_ops, with_operations
 from cedar.ops.compress.reference import compress
 from cedar.ops.engram_gate.reference import engram_gate
 from cedar.ops.mhc.reference import mhc_coefficients, mhc_collapse, mhc_expand
@@ -29,7 +29,7 @@ from cedar.testing import (
     tiny_model,
 )
 
-SMOOTH: Ops = replace(select_ops(), cast=lambda x, fmt: x)
+SMOOTH: Ops = with_operations(select_ops(), cast=lambda x, fmt: x)
 LOSSES = TrainSignals(index_loss=True, balance_loss=True)
 
 
@@ -240,7 +240,7 @@ def test_the_slope_notices() -> None:
         detached = tuple(Rows(s.rows_RH.detach(), s.slots_TK) for s in sources[1:])
         return sparse_attention(q, (*sources[:1], *detached), sink, scale)
 
-    broken = tiny_model(ops=replace(SMOOTH, sparse_attention=cut)).double()
+    broken = tiny_model(ops=with_operations(SMOOTH, sparse_attention=cut)).double()
     assert slope(broken, lambda: lm_loss(broken(batch), batch), lambda name: True) > 1e-4
 
 
@@ -407,7 +407,7 @@ def test_checkpointing_gives_equal_gradients(storage: WeightStorage) -> None:
     """Bit for bit, although layers hand selections, entries and pools along."""
 
     def run(recompute: bool, op: Counting) -> tuple[Tensor, dict[str, Tensor | None]]:
-        model = tiny_model(storage=storage, ops=replace(select_ops(), rms_norm=op))
+        model = tiny_model(storage=storage, ops=with_operations(select_ops(), rms_norm=op))
         batch = image_batch(model)
         out = model(batch, signals=replace(LOSSES, checkpoint=recompute))
         loss = lm_loss(out, batch) + index_loss(out) + balance_loss(out)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.model import Batch
-from cedar.model.moe import balance_loss, router_stats
+from cedar.model.context import LayerStats
+from cedar.model.moe import balance_loss
 from cedar.ops.experts.reference import experts, swiglu
 from cedar.ops.route import Routing
 from cedar.ops.route.reference import route
@@ -161,13 +162,13 @@ def routing_of(choices: list[list[int]], seed: int = 0) -> Routing:
 
 def test_loads_by_modality() -> None:
     routing = routing_of([[0, 1], [1, 2], [1, 3], [0, 1]])
-    everything = router_stats(7, routing, None)
-    assert everything.load_text_E.tolist() == [2, 4, 1, 1]
-    assert everything.load_image_E.tolist() == [0, 0, 0, 0]
-    text = torch.tensor([True, False, False, True])
-    apart = router_stats(7, routing, text)
-    assert apart.load_text_E.tolist() == [2, 2, 0, 0]
-    assert apart.load_image_E.tolist() == [0, 2, 1, 1]
+    everything, none = LayerStats(7, routing.experts_TA, 4).loads()
+    assert everything.tolist() == [2, 4, 1, 1]
+    assert none.tolist() == [0, 0, 0, 0]
+    open_T = torch.tensor([True, False, False, True])
+    text, image = LayerStats(7, routing.experts_TA, 4, open_T).loads()
+    assert text.tolist() == [2, 2, 0, 0]
+    assert image.tolist() == [0, 2, 1, 1]
 
 
 def test_balance_loss_per_sequence() -> None:

@@ -28,6 +28,7 @@ from cedar.engine.build import LoadedModel, load_model
 from cedar.engine.params import SamplingParams
 from cedar.engine.stats import EngineStats
 from cedar.model import Batch, Model
+from cedar.ops import with_operations
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW, BlockFormat, fake_quantize
 from real_engine import drain, loaded_tiny, make_core
 
@@ -124,11 +125,16 @@ def _inference() -> Iterator[None]:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def without_quantisers(model: Model) -> Model:
-    ops = replace(model.ops, cast=lambda x, fmt: x)
+def exchange(model: Model, **operations: Any) -> None:
+    """Give a model other operations."""
+    ops = with_operations(model.ops, **operations)
     for module in model.modules():
         if hasattr(module, "ops"):
             module.ops = ops
+
+
+def without_quantisers(model: Model) -> Model:
+    exchange(model, cast=lambda x, fmt: x)
     return model
 
 
@@ -169,18 +175,20 @@ def peaks(model: Model) -> dict[str, float]:
     """Of everything that a cache is made from: the largest magnitude over the median."""
     found: dict[str, float] = {}
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, rows: Tensor) -> None:
-            found[name] = max(found.get(name, 0.0), float(rows.abs().max() / rows.abs().median()))
-
-        return hook
-
+    rms_norm = model.ops.rms_norm
     ends = ("kv_norm", "compressor.norm", "k_norm")
-    norms = [(name, each) for name, each in model.named_modules() if name.endswith(ends)]
-    hooks = [each.register_forward_hook(watch(name)) for name, each in norms]
+    norms = {id(each.weight): n for n, each in model.named_modules() if n.endswith(ends)}
+
+    def watching(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = rms_norm(x, weight, eps)
+        name = norms.get(id(weight))
+        if name is not None:
+            found[name] = max(found.get(name, 0.0), float(rows.abs().max() / rows.abs().median()))
+        return rows
+
+    exchange(model, rms_norm=watching)
     everything(model, tokens())
-    for each in hooks:
-        each.remove()
+    exchange(model, rms_norm=rms_norm)
     assert len(found) == len(norms)
     return found
 

@@ -24,9 +24,10 @@ from cedar.engine.images import ImageInput, feature_rows, image_types
 from cedar.engine.runner_protocol import Work
 from cedar.errors import RequestError
 from cedar.model import Batch
-from cedar.model.context import ForwardContext, Selection, Shared
+from cedar.model.context import Selection, Shared
 from cedar.model.draft import DraftProposal
 from cedar.model.drafting import greedy
+from cedar.model.forward import ForwardContext
 from cedar.model.model import Pass
 
 __all__ = ["Replay", "RunResult", "Runner"]

@@ -6,14 +6,14 @@ from torch import Tensor, nn
 from cedar.config.model import ModelConfig
 from cedar.config.plan import LayerPlan
 from cedar.model.compressor import Compressor
-from cedar.model.context import ForwardContext, Rotary, Shared
+from cedar.model.context import Rotary, Shared
+from cedar.model.forward import ForwardContext
 from cedar.model.indexer import Indexer
 from cedar.model.linear import BuildSpec, Linear, Norm, Weight, new_parameter
 from cedar.model.teacher import index_loss
-from cedar.ops.linear.rows import pad_rows
-from cedar.ops.main_kv import FlatMain, MainKV
-from cedar.ops.sparse_attention import Rows
-from cedar.quant import FP4_MAIN, FP8_BLOCK, FP8_ROW, QuantTensor
+from cedar.ops.main_kv import MainKV
+from cedar.ops.sparse_attention import Source
+from cedar.quant import FP8_BLOCK, FP8_ROW
 
 __all__ = ["Attention"]
 
@@ -45,52 +45,42 @@ class Attention(nn.Module):
         if plan.has_indexer:
             self.indexer = Indexer(config, plan, spec)
 
-    def latent_query(self, x_TD: Tensor) -> Tensor:
-        """``c_q [T, R]``, which the main and the index queries share."""
-        return self.q_norm(self.wq_a(x_TD))
+    def latents(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Latent queries ``[T, R]`` and window latents ``[T, H]``, both before their norm."""
+        weights = (self.wq_a.value(), self.wkv.value())
+        c_q, latent = self.ops.project(x_TD, weights, input_format=self.wq_a.input_format)
+        return c_q, latent
 
-    def query(self, c_q_TR: Tensor, rotary: Rotary) -> Tensor:
-        """Rotated queries ``[T, N, H]``."""
-        q = self.wq_b(c_q_TR).view(-1, self.num_heads, self.head_dim)
-        return self.ops.rotate(q, *rotary)
-
-    def window_kv(self, x_TD: Tensor, rotary: Rotary) -> Tensor:
-        """Window entries ``[T, H]``: rotated, then through FP8 as a whole."""
-        return self.ops.cast(self.ops.rotate(self.kv_norm(self.wkv(x_TD)), *rotary), FP8_ROW)
-
-    def output(self, o_TNH: Tensor, rotary: Rotary) -> Tensor:
-        """Rotate back (keys are values, so values were rotated) and project, group by group."""
-        o = self.ops.rotate(o_TNH, *rotary, inverse=True)
-        weight = self.wo_a.value()
-        dense = (
-            weight.dequantize(o.dtype) if isinstance(weight, QuantTensor) else weight.to(o.dtype)
+    def queries(self, c_q_TR: Tensor) -> Tensor:
+        """Main queries ``[T, N, H]``, not rotated yet."""
+        norm = (self.q_norm.weight, self.q_norm.eps)
+        (q,) = self.ops.project(
+            c_q_TR, (self.wq_b.value(),), input_format=self.wq_b.input_format, norm=norm
         )
-        grouped = torch.einsum(
-            "tgk,grk->tgr",
-            pad_rows(o.reshape(len(o), self.groups, -1)),
-            dense.view(self.groups, -1, dense.shape[1]),
-        )
-        return self.wo_b(grouped[: len(o)].flatten(1))
+        return q.view(-1, self.num_heads, self.head_dim)
+
+    def window_kv(self, latent_TH: Tensor, rotary: Rotary) -> Tensor:
+        """Window entries ``[T, H]``: normalised, rotated, then through FP8 as a whole."""
+        norm = self.kv_norm
+        return self.ops.latent(latent_TH, norm.weight, norm.eps, rotary, FP8_ROW)
+
+    def attend(self, q_TNH: Tensor, sources: tuple[Source, ...], rotary: Rotary) -> Tensor:
+        """Attention and output ``[T, D]``; keys are values, so outputs are rotated back.
+
+        The heads of a group are projected together, then all groups.
+        """
+        o = self.ops.rotated_attention(q_TNH, sources, self.attn_sink, self.scale, rotary)
+        grouped = self.ops.project_groups(o.view(len(o), self.groups, -1), self.wo_a.value())
+        return self.wo_b(grouped)
 
     def project_main(self, x_TD: Tensor, ctx: ForwardContext) -> MainKV:
-        """Full layers: main KV and index keys of the groups that this batch finishes.
-
-        With a store they are appended to it and everything it holds is returned.
-        """
+        """Full layers: main KV with the entries that this batch finishes."""
         latent = self.compressor(x_TD, ctx)
         layer = self.plan.index
         ctx.record(f"layers.{layer}.attn.compressor.latent_pre_rope", latent)
         # The index key comes from the latent before its rotation and its FP4 round trip.
-        keys = self.indexer.keys(latent, ctx)
-        rotary = ctx.groups[self.plan.compress_ratio].rotary
-        rows = self.ops.rotate(latent, *rotary)
-        ranges = self.compressor.finished(ctx)
-        if ctx.store is not None:
-            for (start, stop), slot in zip(ranges, ctx.slots, strict=True):
-                ctx.store.extend_main(layer, slot, rows[start:stop], keys[start:stop])
-            return ctx.store.main(layer, ctx.slots, ctx.sequence_T)
-        held = [(start, stop - start) for start, stop in ranges]
-        return FlatMain.of(layer, self.ops.cast(rows, FP4_MAIN), keys, held, ctx.sequence_T)
+        key = self.indexer.wk(latent.detach())
+        return ctx.extend_main(layer, self.plan.compress_ratio, latent, key, self.indexer.k_norm)
 
     def forward(
         self, x_TD: Tensor, shared: Shared, ctx: ForwardContext
@@ -98,17 +88,17 @@ class Attention(nn.Module):
         """``x`` is the normalised sublayer input; returns the output, the state, the index loss."""
         plan = self.plan
         rotary = ctx.rotary(plan)
-        c_q = self.latent_query(x_TD)
-        q = self.query(c_q, rotary)
-        window = ctx.window(plan.index, self.window_kv(x_TD, rotary))
-        sources: tuple[Rows, ...] = (window,)
+        c_q, latent = self.latents(x_TD)
+        q = self.queries(c_q)
+        window = ctx.window(plan.index, latent, self.kv_norm, rotary)
+        sources: tuple[Source, ...] = (window,)
         loss = None
         if plan.kv_source is not None:
             if plan.has_compressor and (shared.main is None or shared.main.layer != plan.index):
                 shared = Shared(self.project_main(x_TD, ctx), shared.selection, shared.candidates)
             main = shared.main_for(plan)
             if plan.has_indexer:
-                index_query = self.indexer.queries(x_TD, c_q, ctx)
+                index_query = self.indexer.queries(x_TD, c_q, self.q_norm, ctx)
                 name = f"layers.{plan.index}.attn.indexer"
                 if ctx.probe is not None and ctx.probe.wants(f"{name}.scores"):
                     ctx.record(
@@ -120,10 +110,10 @@ class Attention(nn.Module):
                 if plan.builds_candidates and candidates is not None:
                     ctx.record(f"{name}.candidates", candidates.blocks_TB)
                 if ctx.signals is not None and ctx.signals.index_loss:
+                    rotated = self.ops.rotate(q.detach(), *rotary)
                     loss = index_loss(
-                        self.ops, index_query, q, window, main, self.attn_sink, self.scale,
+                        self.ops, index_query, rotated, window, main, self.attn_sink, self.scale,
                         shared, plan, ctx,
                     )  # fmt: skip
             sources = (window, shared.selection_for(plan).rows)
-        o = self.ops.sparse_attention(q, sources, self.attn_sink, self.scale)
-        return self.output(o, rotary), shared, loss
+        return self.attend(q, sources, rotary), shared, loss

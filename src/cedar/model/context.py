@@ -1,11 +1,11 @@
-"""What goes down into a forward pass, and what goes along from layer to layer.
+"""What goes along from layer to layer, and what a model asks of a cache, a probe, a trainer.
 
-`ForwardContext` is the same for every layer of a half: positions, layouts, the store. `Shared`
-is handed from layer to layer and returned: main KV, the selection, the candidate pool, each
-tagged with the layer that made it. Nothing is published through a global.
+`Shared` is handed from layer to layer and returned: main KV, the selection, the candidate pool,
+each tagged with the layer that made it. Nothing is published through a global. What is the same
+for every layer is in `forward.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from cedar.config.plan import Half, LayerPlan
 from cedar.ops import Ops, widen
 from cedar.ops.main_kv import MainKV
-from cedar.ops.sparse_attention import Rows
+from cedar.ops.mhc import MhcMix
+from cedar.ops.sparse_attention import Source
 
 __all__ = [
     "Candidates",
-    "ForwardContext",
     "GroupLayout",
     "KVStore",
     "LayerStats",
@@ -94,13 +94,28 @@ class TrainSignals:
 
 
 class LayerStats(NamedTuple):
-    """What a layer reports to the trainer; loads count tokens per expert, by modality."""
+    """What a layer reports to the trainer.
+
+    experts_TA: the chosen of ``num_experts`` experts; open_T: False on image-span tokens.
+    """
 
     layer: int
-    load_text_E: Tensor
-    load_image_E: Tensor
-    index_loss: Tensor | None
-    balance_loss: Tensor | None
+    experts_TA: Tensor
+    num_experts: int
+    open_T: Tensor | None = None
+    index_loss: Tensor | None = None
+    balance_loss: Tensor | None = None
+
+    def loads(self) -> tuple[Tensor, Tensor]:
+        """How many text and how many image-span tokens each expert got, float32 ``[E]``."""
+        shape = (len(self.experts_TA), self.num_experts)
+        chosen_TE = torch.zeros(shape, device=self.experts_TA.device)
+        chosen_TE.scatter_(1, self.experts_TA, 1.0)
+        total = chosen_TE.sum(0)
+        if self.open_T is None:
+            return total, torch.zeros_like(total)
+        text = chosen_TE[self.open_T].sum(0)
+        return text, total - text
 
 
 class Rotary(NamedTuple):
@@ -129,13 +144,13 @@ class GroupLayout(NamedTuple):
 class Selection(NamedTuple):
     """Entries that each query attends to: ascending numbers ``[T, K]``, −1 padded.
 
-    rows: the same as attention reads them. They are fetched (and dequantised, where the store is
-    packed) once by the index source, for all layers that reuse its selection.
+    rows: the same as attention reads them. Where they have to be fetched or dequantised first, the
+    index source does it once, for all layers that reuse its selection.
     """
 
     layer: int
     entries_TK: Tensor
-    rows: Rows
+    rows: Source
 
 
 class Candidates(NamedTuple):
@@ -156,6 +171,13 @@ class Candidates(NamedTuple):
         entries = (self.blocks_TB.unsqueeze(2) * self.block_size + offsets).flatten(1)
         known = self.blocks_TB.repeat_interleave(self.block_size, dim=1) >= 0
         return torch.where(known & (entries < visible_T.unsqueeze(1)), entries, -1)
+
+    def entry_of(self, columns_TK: Tensor) -> Tensor:
+        """The entries that columns of `entries` stand for; −1 stays."""
+        column = columns_TK.clamp_min(0)
+        block = self.blocks_TB.gather(1, column // self.block_size)
+        entries = block * self.block_size + column % self.block_size
+        return torch.where(columns_TK >= 0, entries, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +217,15 @@ def _wrong_source(
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Residual streams ``[T, C, D]`` and the pending input mix ``[T, C]`` (float32)."""
+    """Residual streams ``[T, C, D]`` and the pending input mix ``[T, C]`` (float32).
+
+    update: a sublayer's output ``[T, D]`` and mix that are not written into the streams yet; the
+    next sublayer does it in one operation with what it computes from them (`Ops.mhc_step`).
+    """
 
     x_TCD: Tensor
     mix_TC: Tensor
+    update: tuple[Tensor, MhcMix] | None = None
 
     @classmethod
     def fresh(cls, x_TD: Tensor, count: int) -> "Streams":
@@ -207,70 +234,20 @@ class Streams:
         mix[:, 0] = 1.0
         return cls(x_TD.unsqueeze(1).expand(-1, count, -1), mix)
 
+    def written(self, ops: Ops) -> "Streams":
+        """The same with nothing left to write."""
+        if self.update is None:
+            return self
+        return Streams(ops.mhc_expand(self.x_TCD, *self.update), self.mix_TC)
+
     def collapse(self, ops: Ops) -> Tensor:
         """The next sublayer's input before its norm: ``Σ_j mix_j x_j``."""
-        return ops.mhc_collapse(self.x_TCD, self.mix_TC)
+        return ops.mhc_collapse(self.written(ops).x_TCD, self.mix_TC)
 
     def rows(self, index: Tensor) -> "Streams":
         """The streams of some tokens."""
-        return Streams(self.x_TCD[index], self.mix_TC[index])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardContext:
-    """Everything about a batch that layers need and that does not change between them.
-
-    positions_T, sequence_T: place of each packed token in its sequence, and which sequence.
-    bounds, starts: packed rows of each sequence; tokens it has stored before these.
-    window_past: window rows that the store contributes, per sequence.
-    window_slots_TW: window of each query, as rows of "per sequence: past rows, then new rows".
-    open_T: False on image-span tokens (None: text only).
-    classes_T: Engram classes, which become the store's history when the encoder is done;
-    engram_ids: table rows by layer.
-    """
-
-    ops: Ops
-    positions_T: Tensor
-    sequence_T: Tensor
-    bounds: tuple[tuple[int, int], ...]
-    starts: tuple[int, ...]
-    slots: tuple[int, ...]
-    window_past: tuple[int, ...]
-    window_slots_TW: Tensor
-    rotary_window: Rotary
-    rotary_compressed: Rotary
-    groups: dict[int, GroupLayout]
-    open_T: Tensor | None = None
-    classes_T: Tensor | None = None
-    engram_ids: dict[int, Tensor] = field(default_factory=dict)
-    store: KVStore | None = None
-    probe: Probe | None = None
-    signals: TrainSignals | None = None
-
-    def rotary(self, plan: LayerPlan) -> Rotary:
-        """The rotary table of a layer's tokens: one for window layers, one for the others."""
-        return self.rotary_compressed if plan.compress_ratio else self.rotary_window
-
-    def visible_T(self, ratio: int) -> Tensor:
-        """Finished groups that each query sees: entry j iff ``(j + 1)·ρ ≤ t + 1``."""
-        return (self.positions_T + 1).div(ratio, rounding_mode="floor")
-
-    def record(self, name: str, value: Tensor) -> None:
-        """Show a value to the probe, if there is one."""
-        if self.probe is not None:
-            self.probe.record(name, value)
-
-    def window(self, layer: int, kv_TH: Tensor) -> Rows:
-        """Window rows of a layer: what the store remembers and the new ones; stores the new."""
-        store = self.store
-        if store is None:
-            return Rows(kv_TH, self.window_slots_TW)
-        parts = []
-        for (start, stop), slot, past in zip(
-            self.bounds, self.slots, self.window_past, strict=True
-        ):
-            if past:
-                parts.append(store.window(layer, slot)[-past:])
-            parts.append(kv_TH[start:stop])
-            store.extend_window(layer, slot, kv_TH[start:stop])
-        return Rows(torch.cat(parts), self.window_slots_TW)
+        update = self.update
+        if update is not None:
+            y, mix = update
+            update = (y[index], MhcMix(*(part[index] for part in mix)))
+        return Streams(self.x_TCD[index], self.mix_TC[index], update)

@@ -9,7 +9,8 @@ from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, LayerPlan
 from cedar.errors import CapacityError, RequestError
 from cedar.model.batch import Batch
-from cedar.model.context import ForwardContext, KVStore, Probe, TrainSignals
+from cedar.model.context import KVStore, Probe, TrainSignals
+from cedar.model.forward import ForwardContext
 from cedar.model.layer import Layer
 from cedar.model.layout import group_layout, lookback, positions, rotary, window_slots
 from cedar.ops import Ops

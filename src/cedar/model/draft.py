@@ -15,26 +15,16 @@ from torch import Tensor, nn
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, LayerPlan
 from cedar.errors import RequestError
+from cedar.model.attention import Attention
 from cedar.model.context import KVStore, LayerStats, Rotary, Streams
 from cedar.model.layer import Block
 from cedar.model.layout import rotary, window_slots
 from cedar.model.linear import BuildSpec, Linear, Norm, Weight
-from cedar.model.moe import router_stats
 from cedar.ops import widen
-from cedar.ops.sparse_attention import Rows
+from cedar.ops.sparse_attention import Rows, Source
 from cedar.quant import FP8_BLOCK
 
-__all__ = ["DraftBlock", "DraftHead", "DraftOutput", "DraftProposal", "MainStates"]
-
-
-class MainStates(NamedTuple):
-    """Window entries that the draft blocks see, and which of them each anchor sees.
-
-    rows: one ``[R, H]`` per block; slots ``[N, W]`` are rows, −1 for none.
-    """
-
-    rows: tuple[Tensor, ...]
-    slots_NW: Tensor
+__all__ = ["DraftBlock", "DraftHead", "DraftOutput", "DraftProposal"]
 
 
 class DraftOutput(NamedTuple):
@@ -92,18 +82,18 @@ class DraftBlock(Block):
             self.confidence_head = _ConfidenceHead(config, spec)
 
     def forward(
-        self, streams: Streams, main: Rows, block_slots: Tensor, at: Rotary
+        self, streams: Streams, main: Source, block_slots: Tensor, at: Rotary
     ) -> tuple[Streams, LayerStats]:
         """All positions of a block see the same main states and the whole block."""
-        mix, x = self.mix(streams, "attn")
-        x = self.attn_norm(x)
-        q = self.attn.query(self.attn.latent_query(x), at)
-        sources = (main, Rows(self.attn.window_kv(x, at), block_slots))
-        o = self.ops.sparse_attention(q, sources, self.attn.attn_sink, self.attn.scale)
-        streams = self.write(streams, self.attn.output(o, at), mix)
-        mix, x = self.mix(streams, "ffn")
-        y, routing = self.ffn(self.ffn_norm(x), None)
-        return self.write(streams, y, mix), router_stats(self.plan.index, routing, None)
+        attn = self.attn
+        streams, mix, x_TD = self.open(streams, "attn")
+        c_q, latent = attn.latents(x_TD)
+        sources = (main, Rows(attn.window_kv(latent, at), block_slots))
+        y_TD = attn.attend(attn.queries(c_q), sources, at)
+        streams, mix, x_TD = self.open(self.close(streams, y_TD, mix), "ffn")
+        y_TD, routing = self.ffn(x_TD, None)
+        stats = LayerStats(self.plan.index, routing.experts_TA, self.ffn.num_experts)
+        return self.close(streams, y_TD, mix), stats
 
 
 class DraftHead(nn.ModuleList):
@@ -129,31 +119,20 @@ class DraftHead(nn.ModuleList):
         """Main states ``[T, D]`` of what the backbone's taps returned."""
         return self._first.main_norm(self._first.main_proj(taps_TX))
 
-    def window_entries(self, main_TD: Tensor, at: Rotary) -> tuple[Tensor, ...]:
-        """Every block's window entries ``[T, H]`` of the same main states (no ``attn_norm``)."""
-        return tuple(block.attn.window_kv(main_TD, at) for block in self)  # type: ignore[union-attr, operator]
+    def attentions(self) -> dict[int, Attention]:
+        """Every block's attention by the number of its window ring."""
+        return {self.config.n_layers + i: block.attn for i, block in enumerate(self)}  # type: ignore[misc]
 
-    def write(
-        self,
-        main_TD: Tensor,
-        at: Rotary,
-        bounds: tuple[tuple[int, int], ...],
-        slots: tuple[int, ...],
-        store: KVStore,
-    ) -> None:
-        """Append the entries of committed tokens to the draft rings."""
-        for i, rows in enumerate(self.window_entries(main_TD, at)):
-            for (start, stop), slot in zip(bounds, slots, strict=True):
-                store.extend_window(self.config.n_layers + i, slot, rows[start:stop])
-        for (start, stop), slot in zip(bounds, slots, strict=True):
-            store.advance(slot, Half.DRAFT, stop - start)
+    def window_entries(self, main_TD: Tensor, at: Rotary) -> dict[int, Tensor]:
+        """Every ring's window entries ``[T, H]`` of the same main states (no ``attn_norm``)."""
+        return {
+            layer: attn.window_kv(attn.wkv(main_TD), at)
+            for layer, attn in self.attentions().items()
+        }
 
-    def stored(self, slots: tuple[int, ...], store: KVStore) -> MainStates:
-        """What the rings of some sequences hold."""
-        rings = [
-            [store.window(self.config.n_layers + i, slot) for slot in slots]
-            for i in range(len(self))
-        ]
+    def stored(self, slots: tuple[int, ...], store: KVStore) -> tuple[Source, ...]:
+        """What the ring of each block holds, and what of it each sequence sees."""
+        rings = [[store.window(layer, slot) for slot in slots] for layer in self.attentions()]
         lengths = tuple(len(ring) for ring in rings[0])
         if 0 in lengths:
             raise RequestError(
@@ -165,19 +144,20 @@ class DraftHead(nn.ModuleList):
             lengths, (0,) * len(lengths), self.config.window_size, rings[0][0].device
         )
         newest = torch.tensor(lengths, device=every.device).cumsum(0) - 1
-        return MainStates(tuple(torch.cat(ring) for ring in rings), every[newest])
+        return tuple(Rows(torch.cat(ring), every[newest]) for ring in rings)
 
     def run(
         self,
         tokens_NB: Tensor,
         positions_N: Tensor,
-        main: MainStates,
+        main: tuple[Source, ...],
         frequencies: Tensor,
         embed: Callable[[Tensor], Tensor],
         logits: Callable[[Tensor], Tensor],
     ) -> DraftOutput:
         """Base logits for all positions of every block at once.
 
+        main: for every block window entries, and which of them each sequence sees ``[N, W]``.
         tokens: the committed token, then noise; positions: of the newest main state, so that
         the block stands at the next ``block`` places.
         """
@@ -188,10 +168,11 @@ class DraftHead(nn.ModuleList):
         streams = Streams.fresh(embed(tokens_NB.flatten()), self.config.hc_mult)
         own = torch.arange(count * block, device=device).view(count, 1, block)
         block_slots = own.expand(-1, block, -1).reshape(-1, block)
-        main_slots = main.slots_NW.repeat_interleave(block, dim=0)
+        slots = main[0].slots_TK.repeat_interleave(block, dim=0)
         stats: tuple[LayerStats, ...] = ()
-        for layer, rows in zip(self, main.rows, strict=True):
-            streams, report = layer(streams, Rows(rows, main_slots), block_slots, at)
+        for layer, source in zip(self, main, strict=True):
+            seen = source._replace(slots_TK=slots)
+            streams, report = layer(streams, seen, block_slots, at)
             stats = (*stats, report)
         hidden = streams.collapse(self.ops)
         base = logits(self._last.norm(hidden))

@@ -9,12 +9,13 @@ from torch import Tensor
 from cedar.config.plan import Half
 from cedar.errors import RequestError
 from cedar.model.batch import Batch
-from cedar.model.context import ForwardContext, KVStore
+from cedar.model.context import KVStore
 from cedar.model.contexts import Contexts
-from cedar.model.draft import DraftHead, DraftOutput, DraftProposal, MainStates
+from cedar.model.draft import DraftHead, DraftOutput, DraftProposal
+from cedar.model.forward import ForwardContext
 from cedar.model.layout import positions, rotary, window_slots
 from cedar.model.linear import Weight
-from cedar.ops import widen
+from cedar.ops.sparse_attention import Rows
 
 __all__ = ["Drafting", "greedy"]
 
@@ -47,8 +48,7 @@ class Drafting(Contexts):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` in float32 (float64 for float64 input)."""
-        wide = widen(hidden)
-        return self.ops.linear(wide, self.head.weight)
+        return self.ops.wide_linear(hidden, self.head.weight)
 
     def draft_write(self, taps_TX: Tensor, batch: Batch, store: KVStore) -> None:
         """Give the draft rings the main states of a batch that `forward` has just stored."""
@@ -56,15 +56,18 @@ class Drafting(Contexts):
         place, _ = positions(batch, starts)
         at = rotary(place, self.frequencies_window)
         draft = self.draft
-        draft.write(draft.main_states(taps_TX), at, batch.bounds, batch.slots, store)
+        for layer, rows in draft.window_entries(draft.main_states(taps_TX), at).items():
+            for (start, stop), slot in zip(batch.bounds, batch.slots, strict=True):
+                store.extend_window(layer, slot, rows[start:stop])
+        for (start, stop), slot in zip(batch.bounds, batch.slots, strict=True):
+            store.advance(slot, Half.DRAFT, stop - start)
 
     def draft_store(self, taps_TX: Tensor, ctx: ForwardContext) -> None:
         """The same for the tokens of a context that has just been decoded."""
-        if ctx.store is None:
-            raise ValueError("draft rings live in a store")
-        draft = self.draft
-        at = ctx.rotary_window
-        draft.write(draft.main_states(taps_TX), at, ctx.bounds, ctx.slots, ctx.store)
+        main_TD = self.draft.main_states(taps_TX)
+        for layer, attn in self.draft.attentions().items():
+            ctx.write_window(layer, attn.wkv(main_TD), attn.kv_norm, ctx.rotary_window)
+        ctx.advance(Half.DRAFT)
 
     def draft_propose(
         self,
@@ -101,10 +104,11 @@ class Drafting(Contexts):
         entries = draft.window_entries(
             draft.main_states(taps_TX), rotary(place, self.frequencies_window)
         )
+        at = slots[anchors_N]
         return draft.run(
             draft.block_tokens(first_N),
             place[anchors_N],
-            MainStates(entries, slots[anchors_N]),
+            tuple(Rows(rows, at) for rows in entries.values()),
             self.frequencies_window,
             self.embed_tokens,
             self.logits,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.config.primes import engram_primes
-from cedar.model.context import ForwardContext, Streams
+from cedar.model.context import Streams
+from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Weight, WeightStorage, new_parameter
 from cedar.quant import FP8_BLOCK, FP8_ROW, QuantTensor
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.config.plan import LayerPlan
-from cedar.model.context import Candidates, ForwardContext, Selection, Shared
+from cedar.model.context import Candidates, Selection, Shared
+from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Norm
-from cedar.ops.main_kv import MainKV
+from cedar.ops.index_score import PagedKeys
+from cedar.ops.main_kv import MainKV, PackedMain
 from cedar.quant import FP4_ROW, FP8_BLOCK
 
 __all__ = ["IndexQuery", "Indexer"]
@@ -51,16 +53,16 @@ class Indexer(nn.Module):
             self.wk = Linear(config.head_dim, self.width, None, spec)
             self.k_norm = Norm(self.width, config.norm_eps, spec)
 
-    def keys(self, latent_SH: Tensor, ctx: ForwardContext) -> Tensor:
-        """Index keys ``[S, J]`` of latents that are neither rotated nor quantised yet."""
-        rotary = ctx.groups[self.plan.compress_ratio].rotary
-        k = self.ops.rotate(self.k_norm(self.wk(latent_SH.detach())), *rotary)
-        return self.ops.cast(k, FP4_ROW)
-
-    def queries(self, x_TD: Tensor, c_q_TR: Tensor, ctx: ForwardContext) -> IndexQuery:
-        """Index queries and head weights of the batch's tokens."""
-        q = self.wq_b(c_q_TR.detach()).view(-1, self.heads, self.width)
-        q = self.ops.cast(self.ops.rotate(q, *ctx.rotary(self.plan)), FP4_ROW)
+    def queries(
+        self, x_TD: Tensor, c_q_TR: Tensor, q_norm: Norm, ctx: ForwardContext
+    ) -> IndexQuery:
+        """Index queries and head weights of the batch's tokens; latent queries before ``q_norm``."""
+        norm = (q_norm.weight.detach(), q_norm.eps)
+        (q,) = self.ops.project(
+            c_q_TR.detach(), (self.wq_b.value(),), input_format=self.wq_b.input_format, norm=norm
+        )
+        q = q.view(-1, self.heads, self.width)
+        q = self.ops.latent(q, None, 0.0, ctx.rotary(self.plan), FP4_ROW)
         w = self.weights_proj(x_TD.detach()) * (self.width**-0.5 * self.heads**-0.5)
         return IndexQuery(q, w)
 
@@ -75,6 +77,67 @@ class Indexer(nn.Module):
         """
         pool = shared.candidates_for(self.plan)
         visible_T = ctx.visible_T(self.plan.compress_ratio)
+        if isinstance(main, PackedMain):
+            chosen, found = self._select_packed(query, main, pool, visible_T, ctx.most_queries)
+        else:
+            chosen, found = self._select_flat(query, main, pool, visible_T, ctx)
+        selection = Selection(self.plan.index, chosen, main.select(chosen))
+        if found is None:
+            return selection, shared.candidates
+        return selection, Candidates(self.plan.index, found, self.pool_block)
+
+    def _select_packed(
+        self,
+        query: IndexQuery,
+        main: PackedMain,
+        pool: Candidates | None,
+        visible_T: Tensor,
+        most_queries: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Entries ``[T, K]`` and new pool blocks by kernels that read packed keys in place."""
+        count = len(visible_T)
+        width = main.capacity if pool is None else pool.capacity
+        size = max(1, _CHUNK_ELEMENTS["cuda"] // max(width, 1))
+        entries, blocks = [], []
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            part, visible = query.rows(slice(start, stop)), visible_T[start:stop]
+            keys = main.keys
+            if (start, stop) != (0, count):
+                keys = PagedKeys(keys.raw, keys.table, keys.first.clamp(start, stop) - start)
+            if pool is not None:
+                own = pool.blocks_TB[start:stop]
+                scores = self.ops.index_pool(
+                    *part, keys, main.sequence_T[start:stop], visible, own, pool.block_size
+                )
+                chosen = self.ops.select_entries(scores, self.topk)
+                inside = Candidates(pool.layer, own, pool.block_size)
+                entries.append(inside.entry_of(chosen))
+                continue
+            scores, best = self.ops.index_scan(
+                *part,
+                keys,
+                visible,
+                capacity=main.capacity,
+                queries=min(most_queries, stop - start),
+                block=self.pool_block if self.plan.builds_candidates else 0,
+            )
+            entries.append(self.ops.select_entries(scores, self.topk, visible))
+            if best is not None:
+                blocks.append(
+                    self.ops.select_best(best, visible, self.pool_block, self.pool_blocks)
+                )
+        return _joined(entries), _joined(blocks) if blocks else None
+
+    def _select_flat(
+        self,
+        query: IndexQuery,
+        main: MainKV,
+        pool: Candidates | None,
+        visible_T: Tensor,
+        ctx: ForwardContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same from keys in floating point, sequence by sequence."""
         entries, blocks = [], []
         for n, (start, stop) in enumerate(ctx.bounds):
             last = (ctx.starts[n] + stop - start) // self.plan.compress_ratio
@@ -95,11 +158,7 @@ class Indexer(nn.Module):
                             scores, visible_T[chunk], self.pool_block, self.pool_blocks
                         )
                     )
-        chosen = torch.cat(entries)
-        selection = Selection(self.plan.index, chosen, main.select(chosen))
-        if not self.plan.builds_candidates:
-            return selection, shared.candidates
-        return selection, Candidates(self.plan.index, torch.cat(blocks), self.pool_block)
+        return torch.cat(entries), torch.cat(blocks) if self.plan.builds_candidates else None
 
     def _chunks(
         self, start: int, stop: int, entries: int, pool: Candidates | None, device: torch.device
@@ -126,7 +185,7 @@ class Indexer(nn.Module):
         keys, rows = main.keys_at(sequence, entries)
         scores = self.ops.index_score_rows(query.q_TIJ, query.w_TI, keys, rows)
         chosen = self.ops.select_entries(scores.masked_fill(entries < 0, -torch.inf), self.topk)
-        return torch.where(chosen >= 0, entries.gather(1, chosen.clamp_min(0)), -1)
+        return pool.entry_of(chosen)
 
     @torch.no_grad()
     def dense_scores(
@@ -150,3 +209,7 @@ class Indexer(nn.Module):
             inside.scatter_(1, torch.where(entries >= 0, entries, bin_column), True)
             out = out.masked_fill(~inside[:, :bin_column], -torch.inf)
         return out
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

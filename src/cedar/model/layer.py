@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from cedar.config.model import ModelConfig
 from cedar.config.plan import LayerPlan
 from cedar.model.attention import Attention
-from cedar.model.context import ForwardContext, LayerStats, Shared, Streams
+from cedar.model.context import LayerStats, Shared, Streams
 from cedar.model.engram import Engram, EngramTable
+from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Norm, new_parameter
-from cedar.model.moe import MoE, balance_loss, router_stats
-from cedar.ops.mhc import MhcMix
+from cedar.model.moe import MoE, balance_loss
+from cedar.ops.mhc import MhcMix, MhcParameters
 
 __all__ = ["Block", "Layer"]
 
@@ -41,27 +42,31 @@ class Block(nn.Module):
                 parameter = new_parameter(shape, torch.float32, spec.device)
                 self.register_parameter(f"hc_{part}_{name}", parameter)
 
-    def mix(self, streams: Streams, part: str) -> tuple[MhcMix, Tensor]:
-        """A sublayer's coefficients, and its collapsed input ``[T, D]`` before the norm.
+    def open(self, streams: Streams, part: str) -> tuple[Streams, MhcMix, Tensor]:
+        """Begin a sublayer: streams with nothing left to write, its mix, its input ``[T, D]``.
 
         Single-pass: the input mix is the one that the sublayer before computed. Two-pass, as in
         the model before this one: it is computed from the very streams it is applied to.
         """
-        mix = self.ops.mhc_coefficients(
-            streams.x_TCD,
-            getattr(self, f"hc_{part}_fn"),
-            getattr(self, f"hc_{part}_base"),
-            getattr(self, f"hc_{part}_scale"),
-            norm_eps=self.norm_eps,
-            hc_eps=self.hc_eps,
-            sinkhorn_iters=self.sinkhorn_iters,
-        )
-        pre = streams.mix_TC if self.single_pass else mix.pre_TC
-        return mix, self.ops.mhc_collapse(streams.x_TCD, pre)
+        norm: Norm = getattr(self, f"{part}_norm")
+        settings = {
+            "norm_eps": self.norm_eps,
+            "hc_eps": self.hc_eps,
+            "sinkhorn_iters": self.sinkhorn_iters,
+        }
+        own = MhcParameters(*(getattr(self, f"hc_{part}_{k}") for k in MhcParameters._fields))
+        if self.single_pass:
+            x, mix, h = self.ops.mhc_step(
+                streams.x_TCD, streams.update, streams.mix_TC, own, norm.weight, **settings
+            )
+            return Streams(x, streams.mix_TC), mix, h
+        streams = streams.written(self.ops)
+        mix = self.ops.mhc_coefficients(streams.x_TCD, *own, **settings)
+        return streams, mix, norm(self.ops.mhc_collapse(streams.x_TCD, mix.pre_TC))
 
-    def write(self, streams: Streams, y_TD: Tensor, mix: MhcMix) -> Streams:
-        """Write a sublayer's output; the mix it computed goes along to the next."""
-        return Streams(self.ops.mhc_expand(streams.x_TCD, y_TD, mix), mix.pre_TC)
+    def close(self, streams: Streams, y_TD: Tensor, mix: MhcMix) -> Streams:
+        """End a sublayer: its output is to be written; the mix it computed goes along."""
+        return Streams(streams.x_TCD, mix.pre_TC, (y_TD, mix))
 
 
 class Layer(Block):
@@ -81,33 +86,36 @@ class Layer(Block):
         """What happens before the block proper: the Engram write."""
         if self.engram is None or self.plan.index not in ctx.engram_ids:
             return streams
-        return self.engram(streams, ctx)
+        return self.engram(streams.written(self.ops), ctx)
 
     def project_main(self, streams: Streams, ctx: ForwardContext, shared: Shared) -> Shared:
         """Only the main KV and index keys of this layer: all that a prompt token owes it."""
-        _, x = self.mix(streams, "attn")
-        main = self.attn.project_main(self.attn_norm(x), ctx)
+        _, _, x_TD = self.open(streams, "attn")
+        main = self.attn.project_main(x_TD, ctx)
         return Shared(main, shared.selection, shared.candidates)
 
     def forward(
         self, streams: Streams, shared: Shared, ctx: ForwardContext
     ) -> tuple[Streams, Shared, LayerStats]:
         name = f"layers.{self.plan.index}"
+        streams, mix, x_TD = self.open(streams, "attn")
         ctx.record(f"{name}.in", streams.x_TCD)
         ctx.record(f"{name}.in_mix", streams.mix_TC)
-        mix, x = self.mix(streams, "attn")
-        y, shared, index_loss = self.attn(self.attn_norm(x), shared, ctx)
-        ctx.record(f"{name}.attn.out", y)
-        streams = self.write(streams, y, mix)
-        mix, x = self.mix(streams, "ffn")
-        y, routing = self.ffn(self.ffn_norm(x), ctx.open_T)
+        y_TD, shared, index_loss = self.attn(x_TD, shared, ctx)
+        ctx.record(f"{name}.attn.out", y_TD)
+        streams, mix, x_TD = self.open(self.close(streams, y_TD, mix), "ffn")
+        y_TD, routing = self.ffn(x_TD, ctx.open_T)
         ctx.record(f"{name}.ffn.gate.indices", routing.experts_TA)
         ctx.record(f"{name}.ffn.gate.weights", routing.weights_TA)
-        ctx.record(f"{name}.ffn.out", y)
-        streams = self.write(streams, y, mix)
-        ctx.record(f"{name}.out", streams.x_TCD)
-        ctx.record(f"{name}.pre_mix", streams.mix_TC)
-        stats = router_stats(self.plan.index, routing, ctx.open_T)._replace(index_loss=index_loss)
+        ctx.record(f"{name}.ffn.out", y_TD)
+        streams = self.close(streams, y_TD, mix)
+        if ctx.probe is not None:
+            streams = streams.written(self.ops)
+            ctx.record(f"{name}.out", streams.x_TCD)
+            ctx.record(f"{name}.pre_mix", streams.mix_TC)
+        stats = LayerStats(
+            self.plan.index, routing.experts_TA, self.ffn.num_experts, ctx.open_T, index_loss
+        )
         if ctx.signals is not None and ctx.signals.balance_loss:
             stats = stats._replace(balance_loss=balance_loss(routing, ctx))
         return streams, shared, stats

@@ -3,8 +3,6 @@
 Plain index arithmetic on the lengths of the batch and of the store; no layer repeats it.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -90,11 +88,3 @@ def lookback(
     known = torch.cat(rows)
     alive = (known >= 0).cumprod(1).bool()
     return torch.where(alive, known, pad_class)
-
-
-def sequence_ranges(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Consecutive ranges of the given sizes."""
-    stops = [0]
-    for count in counts:
-        stops.append(stops[-1] + count)
-    return tuple(pairwise(stops))

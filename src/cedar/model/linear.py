@@ -101,6 +101,9 @@ class Linear(Weight):
             self.bias = new_parameter((out_features,), spec.dtype, spec.device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            (y,) = self.ops.project(x, (self.value(),), input_format=self.input_format)
+            return y
         if self.input_format is not None:
             x = self.ops.cast(x, self.input_format)
         return self.ops.linear(x, self.value(), self.bias)

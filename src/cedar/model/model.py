@@ -17,7 +17,6 @@ from cedar.config.plan import Half, plan_layers
 from cedar.errors import RequestError
 from cedar.model.batch import Batch
 from cedar.model.context import (
-    ForwardContext,
     KVStore,
     LayerStats,
     Probe,
@@ -28,6 +27,7 @@ from cedar.model.context import (
 from cedar.model.draft import DraftHead
 from cedar.model.drafting import Drafting
 from cedar.model.engram import EngramTable
+from cedar.model.forward import ForwardContext
 from cedar.model.init import initialise
 from cedar.model.layer import Layer
 from cedar.model.linear import BuildSpec, Norm, Weight, WeightStorage, new_parameter
@@ -36,16 +36,6 @@ from cedar.ops import Ops, select_ops
 from cedar.ops.rope.reference import frequencies, yarn_frequencies
 
 __all__ = ["Model", "ModelOutput", "Pass"]
-
-
-def _advance(ctx: ForwardContext, half: Half) -> None:
-    """Tell the store that a half is done with the batch."""
-    if ctx.store is not None:
-        for (start, stop), slot in zip(ctx.bounds, ctx.slots, strict=True):
-            if half is Half.ENCODER and ctx.classes_T is not None:
-                # Not before: a batch that is refused must leave the history as it was.
-                ctx.store.extend_history(slot, ctx.classes_T[start:stop])
-            ctx.store.advance(slot, half, stop - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +183,13 @@ class Model(Drafting):
         shared = state.shared
         if first.plan.has_compressor:
             shared = first.project_main(streams, ctx, shared)
-        _advance(ctx, Half.ENCODER)
+        ctx.advance(Half.ENCODER)
         return Pass(streams, shared, state.taps, state.stats)
 
     def decode(self, state: Pass, ctx: ForwardContext) -> Pass:
         """The decoder half on what `encode` returned, in a context of `decoder_context`."""
         state = self._run(state, self.decoder_start, len(self.layers), ctx)
-        _advance(ctx, Half.DECODER)
+        ctx.advance(Half.DECODER)
         return state
 
     def _run(self, state: Pass, start: int, stop: int, ctx: ForwardContext) -> Pass:
@@ -211,6 +201,7 @@ class Model(Drafting):
             ):  # `encode` has entered the decoder's first layer already
                 streams = layer.enter(streams, ctx)
             if self.mtp is not None and index in self.config.dspark_target_layer_ids:
+                streams = streams.written(self.ops)
                 taps = (*taps, streams.x_TCD.mean(1))
             if recompute:
                 out = checkpoint(layer, streams, shared, ctx, use_reentrant=False)

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
-from cedar.model.context import ForwardContext, LayerStats
+from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Weight, new_parameter
-from cedar.ops import widen
 from cedar.ops.route import Routing
 from cedar.quant import FP4_ROW, FP8_BLOCK
 
-__all__ = ["MoE", "balance_loss", "router_stats"]
+__all__ = ["MoE", "balance_loss"]
 
 
 class _Gate(nn.Module):
@@ -62,7 +61,7 @@ class MoE(nn.Module):
         super().__init__()
         self.ops = spec.ops
         self.layer = layer
-        self.active = active
+        self.num_experts, self.active = num_experts, active
         self.score_func = config.score_func
         self.normalize = config.norm_topk_prob
         self.route_scale = config.route_scale
@@ -74,8 +73,7 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor, open_T: Tensor | None) -> Routing:
         """Choose experts; ``open_T`` is False on image-span tokens (None: text only)."""
-        wide = widen(x_TD)
-        logits = self.ops.linear(wide, self.gate.weight) / self.gate_temp
+        logits = self.ops.wide_linear(x_TD, self.gate.weight) / self.gate_temp
         bias: Tensor = self.gate.bias
         if open_T is not None:
             bias = torch.where(open_T.unsqueeze(1), self.gate.bias, self.gate.bias_vl)
@@ -106,16 +104,6 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, open_T: Tensor | None) -> tuple[Tensor, Routing]:
         routing = self.route(x_TD, open_T)
         return self.apply_experts(x_TD, routing), routing
-
-
-def router_stats(layer: int, routing: Routing, open_T: Tensor | None) -> LayerStats:
-    """How many tokens each expert got, text and image apart."""
-    chosen_TE = torch.zeros_like(routing.scores_TE).scatter_(1, routing.experts_TA, 1.0)
-    total = chosen_TE.sum(0)
-    if open_T is None:
-        return LayerStats(layer, total, torch.zeros_like(total), None, None)
-    text = (chosen_TE * open_T.unsqueeze(1).to(chosen_TE.dtype)).sum(0)
-    return LayerStats(layer, text, total - text, None, None)
 
 
 def balance_loss(routing: Routing, ctx: ForwardContext) -> Tensor:

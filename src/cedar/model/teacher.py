@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from cedar.config.plan import LayerPlan
-from cedar.model.context import ForwardContext, Shared
+from cedar.model.context import Shared
+from cedar.model.forward import ForwardContext
 from cedar.model.indexer import IndexQuery
 from cedar.ops import Ops, widen
 from cedar.ops.main_kv import FlatMain, MainKV

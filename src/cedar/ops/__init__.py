@@ -1,6 +1,6 @@
 """Operations: each a folder with a signature, its shapes and a plain PyTorch reference."""
 
-from cedar.ops.backend import OpChoice, Ops, select_ops
+from cedar.ops.backend import OpChoice, Ops, select_ops, with_operations
 from cedar.ops.precision import widen
 
-__all__ = ["OpChoice", "Ops", "select_ops", "widen"]
+__all__ = ["OpChoice", "Ops", "select_ops", "widen", "with_operations"]

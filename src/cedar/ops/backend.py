@@ -7,14 +7,16 @@ shape beyond its limits) hands them to the plain implementation.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
+from cedar.ops import composed
 from cedar.ops.cast import Cast
 from cedar.ops.cast.reference import cast
 from cedar.ops.compress import Compress
@@ -27,6 +29,8 @@ from cedar.ops.experts import Experts, Swiglu
 from cedar.ops.experts import reference as experts
 from cedar.ops.index_score import IndexPool, IndexScan, IndexScore, IndexScoreRows
 from cedar.ops.index_score import reference as index_score
+from cedar.ops.latent import Latent, LatentWrite
+from cedar.ops.latent.reference import latent_write
 from cedar.ops.linear import LinearOp
 from cedar.ops.linear import reference as linear
 from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand, MhcStep
@@ -42,7 +46,7 @@ from cedar.ops.select import reference as select
 from cedar.ops.sparse_attention import AttentionMass, SparseAttention
 from cedar.ops.sparse_attention import reference as sparse_attention
 
-__all__ = ["OpChoice", "Ops", "select_ops"]
+__all__ = ["OpChoice", "Ops", "select_ops", "with_operations"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +64,13 @@ class Ops:
 
     cast: Cast
     linear: LinearOp
+    project: Any
+    project_groups: Any
+    wide_linear: Any
     rms_norm: RmsNorm
     rotate: Rotate
+    latent: Latent
+    latent_write: LatentWrite
     mhc_coefficients: MhcCoefficients
     mhc_collapse: MhcCollapse
     mhc_expand: MhcExpand
@@ -75,6 +84,7 @@ class Ops:
     select_blocks: SelectBlocks
     select_best: SelectBest
     sparse_attention: SparseAttention
+    rotated_attention: Any
     attention_mass: AttentionMass
     engram_hash: EngramHash
     engram_gate: EngramGate
@@ -100,12 +110,12 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "cast": cast,
         "linear": linear.linear,
+        "latent_write": latent_write,
         "rms_norm": norm.rms_norm,
         "rotate": rope.rotate,
         "mhc_coefficients": mhc.mhc_coefficients,
         "mhc_collapse": mhc.mhc_collapse,
         "mhc_expand": mhc.mhc_expand,
-        "mhc_step": mhc.mhc_step,
         "compress": compress.compress,
         "index_score": index_score.index_score,
         "index_score_rows": index_score.index_score_rows,
@@ -123,6 +133,25 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "swiglu": experts.swiglu,
     }
 )
+
+
+_COMPOSED: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "latent": composed.latent,
+        "project": composed.project,
+        "project_groups": composed.project_groups,
+        "wide_linear": composed.wide_linear,
+        "rotated_attention": composed.rotated_attention,
+        "mhc_step": composed.mhc_step,
+    }
+)
+
+
+def with_operations(ops: Ops, **changes: Any) -> Ops:
+    """The same with some operations exchanged, also inside those that are composed of them."""
+    changed = replace(ops, **changes)
+    again = {name: partial(f, changed) for name, f in _COMPOSED.items() if name not in changes}
+    return replace(changed, **again)
 
 
 def select_ops(device: torch.device | str = "cpu", *, kernels: bool = False) -> Ops:
@@ -144,10 +173,13 @@ def select_ops(device: torch.device | str = "cpu", *, kernels: bool = False) -> 
             "plain PyTorch runs on every device"
         )
     choices = []
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = dict(_PLAIN)
+    parts = SimpleNamespace(**_PLAIN)
+    chosen |= {name: partial(f, parts) for name, f in _COMPOSED.items()}
     for name in (field.name for field in fields(Ops) if field.name != "choices"):
         kernel = found.get(name)
-        chosen[name] = _PLAIN[name] if kernel is None else kernel.call
+        if kernel is not None:
+            chosen[name] = kernel.call
         implementation, reason = (
             ("reference", why_not) if kernel is None else (kernel.implementation, kernel.reason)
         )

@@ -1,14 +1,17 @@
 """Main KV as the model reads it: entries and index keys by their number within a sequence."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cedar.ops.sparse_attention import Rows
+from cedar.ops.index_score import PagedKeys
+from cedar.ops.sparse_attention import PackedRows, Rows, Source
+from cedar.quant import FP4_MAIN
 
-__all__ = ["FlatMain", "MainKV"]
+__all__ = ["FlatMain", "KVArrays", "MainKV", "PackedMain"]
 
 
 class MainKV(Protocol):
@@ -22,7 +25,7 @@ class MainKV(Protocol):
     def counts(self) -> tuple[int, ...]:
         """Finished entries of each sequence."""
 
-    def select(self, entries_TK: Tensor) -> Rows:
+    def select(self, entries_TK: Tensor) -> Source:
         """Entries (−1 absent) of each packed token's own sequence, ready for attention."""
 
     def keys(self, sequence: int, stop: int) -> Tensor:
@@ -67,3 +70,43 @@ class FlatMain:
 
     def keys_at(self, sequence: int, entries_TM: Tensor) -> tuple[Tensor, Tensor]:
         return self.keys_RJ, entries_TM.clamp_min(0) + self.first[sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMain:
+    """Pages of packed rows, for kernels that read them where they are.
+
+    entries: ``uint8 [pages, entries per page, bytes]``; keys: the same of index keys, with the
+    page table of the batch's sequences. capacity: entries that the longest sequence can have.
+    """
+
+    layer: int
+    entries_PEB: Tensor
+    keys: PagedKeys
+    sequence_T: Tensor  # of each packed token, a row of the page table
+    capacity: int
+
+    def select(self, entries_TK: Tensor) -> PackedRows:
+        """Entries (−1 absent) of each packed token's own sequence, ready for attention."""
+        per_page = self.entries_PEB.shape[1]
+        entry = entries_TK.clamp_min(0)
+        page = self.keys.table[self.sequence_T].gather(1, entry // per_page)
+        places = torch.where(entries_TK >= 0, page * per_page + entry % per_page, -1)
+        return PackedRows(self.entries_PEB.flatten(0, 1), places, FP4_MAIN)
+
+
+class KVArrays(NamedTuple):
+    """What a packed cache holds, by layer, for passes whose places only the device knows.
+
+    rings: window rows ``uint8 [slots, ring, bytes]``; residues: values and gates of unfinished
+    groups ``[slots, ring, 2, H]``; entries, keys: as in `PackedMain`; history: Engram classes
+    int64 ``[slots, ring]``. Position p of a slot lies at ``p % ring`` of each ring. table: int32
+    ``[slots, pages]``, each slot's pages in order.
+    """
+
+    rings: Mapping[int, Tensor]
+    residues: Mapping[int, Tensor]
+    entries: Mapping[int, Tensor]
+    keys: Mapping[int, Tensor]
+    history: Tensor
+    table: Tensor

@@ -86,7 +86,7 @@ def _losses(
     total = language if backbone else torch.zeros_like(language)
     if backbone:
         loads = {
-            f"layers.{s.layer}.ffn.gate": Loads(s.load_text_E, s.load_image_E) for s in output.stats
+            f"layers.{s.layer}.ffn.gate": Loads(*s.loads()) for s in output.stats
         }
         for name, weight, value in (
             ("index", config.index.weight, mean_stat(s.index_loss for s in output.stats)),
@@ -134,8 +134,7 @@ def draft_part(
     )
     first = model.config.n_layers
     return found, {
-        f"mtp.{s.layer - first}.ffn.gate": Loads(s.load_text_E, s.load_image_E)
-        for s in drafted.stats
+        f"mtp.{s.layer - first}.ffn.gate": Loads(*s.loads()) for s in drafted.stats
     }
 
 

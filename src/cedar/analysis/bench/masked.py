@@ -1,14 +1,13 @@
 """The same model as engines without this cache run it: dense scores, dense attention, masks."""
 
 import copy
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cedar.model import Model
-from cedar.ops import Ops, widen
+from cedar.ops import Ops, widen, with_operations
 from cedar.ops.sparse_attention import Rows, Source
 
 __all__ = ["masked_model"]
@@ -51,4 +50,4 @@ def masked_ops(ops: Ops) -> Ops:
         values = torch.cat(held).to(q.dtype)
         return torch.matmul(p, values).to(q_TNH.dtype)
 
-    return dataclasses.replace(ops, sparse_attention=attention)
+    return with_operations(ops, sparse_attention=attention)

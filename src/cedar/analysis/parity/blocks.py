@@ -19,9 +19,11 @@ from cedar.analysis.parity.report import Kind
 from cedar.cache import DenseKV
 from cedar.config.plan import LayerPlan
 from cedar.model import Batch, Model
-from cedar.model.context import Candidates, ForwardContext, Selection, Shared, Streams
+from cedar.model.context import Candidates, Selection, Shared, Streams
+from cedar.model.forward import ForwardContext
 from cedar.model.indexer import Indexer, IndexQuery
 from cedar.model.layer import Layer
+from cedar.model.linear import Linear, Norm
 from cedar.ops.main_kv import FlatMain, MainKV
 
 __all__ = ["compare_blocks"]
@@ -38,11 +40,18 @@ class _FixedSelection(nn.Module):
         self.own: Selection | None = None
         self.own_pool: Candidates | None = None
 
-    def keys(self, latent_SH: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.inner.keys(latent_SH, ctx)
+    @property
+    def wk(self) -> Linear:
+        return self.inner.wk
 
-    def queries(self, x_TD: Tensor, c_q_TR: Tensor, ctx: ForwardContext) -> IndexQuery:
-        return self.inner.queries(x_TD, c_q_TR, ctx)
+    @property
+    def k_norm(self) -> Norm:
+        return self.inner.k_norm
+
+    def queries(
+        self, x_TD: Tensor, c_q_TR: Tensor, q_norm: Norm, ctx: ForwardContext
+    ) -> IndexQuery:
+        return self.inner.queries(x_TD, c_q_TR, q_norm, ctx)
 
     def dense_scores(
         self, query: IndexQuery, main: MainKV, shared: Shared, ctx: ForwardContext
