@@ -72,6 +72,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             "prefix_cache": draw(st.sampled_from([True, True, True, False])),
             "ring_snapshots": draw(st.sampled_from([64, 64, 2, 1])),
             "prefix_hits": draw(st.sampled_from(["replay", "exact"])),
+            "decoding": draw(st.sampled_from(["host", "device"])),
         },
         arrivals=tuple(sorted(arrivals)),
         cancels=cancels,

@@ -17,6 +17,8 @@ from cedar.cache.snapshots import RingCapture, RingSnapshot
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
 from cedar.errors import CapacityError
+from cedar.ops.index_score import PagedKeys
+from cedar.ops.main_kv import KVArrays, MainKV, PackedMain
 from cedar.ops.packed import pack_rows, unpack_rows
 from cedar.ops.sparse_attention import Rows
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW
@@ -64,7 +66,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class PagedMain:
-    """Implements `cedar.ops.main_kv.MainKV` over pages."""
+    """Implements `cedar.ops.main_kv.FloatMain` over pages."""
 
     layer: int
     counts: tuple[int, ...]
@@ -120,8 +122,11 @@ class PagedKV:
         num_slots: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        in_place: bool = False,
     ) -> None:
+        """in_place: hand out main KV for operations that read packed rows where they lie."""
         self.config, self.layout = config, layout
+        self._in_place = in_place
         self.num_pages, self.num_slots = num_pages, num_slots
         self.window_size = config.window_size
         self._dtype = dtype
@@ -154,6 +159,8 @@ class PagedKV:
         self._back = max(config.engram_max_ngram_size - 1, 0)
         self._history = zeros(num_slots, self._back + self.slack, kind=torch.int64)
         self._slots: list[_Slot | None] = [None] * num_slots
+        self._table: Tensor | None = None  # of pages, made when somebody asks for `arrays`
+        self._tabled: list[list[int]] = [[] for _ in range(num_slots)]  # what it says
 
     # --- slots and pages ------------------------------------------------------------------
 
@@ -306,6 +313,72 @@ class PagedKV:
     def _every_ring(self) -> tuple[Tensor, ...]:
         return (*self._rings.values(), *self._residues.values(), self._history)
 
+    # --- for passes whose places only the device knows -----------------------------------
+
+    @property
+    def arrays(self) -> KVArrays:
+        """Everything as it lies on the device. `write_tables` brings page tables up to date."""
+        if self._table is None:
+            most = self.layout.pages_for(self.config.max_position_embeddings)
+            shape = (self.num_slots, min(most, self.num_pages))
+            self._table = torch.zeros(shape, dtype=torch.int32, device=self._history.device)
+        return KVArrays(
+            rings=self._rings,
+            residues=self._residues,
+            entries=self._entries,
+            keys=self._keys,
+            history=self._history,
+            table=self._table,
+        )
+
+    def write_tables(self, slots: Sequence[int]) -> None:
+        """Put the pages of some sequences into the device's table; most often nothing is new."""
+        table = self.arrays.table
+        for slot in slots:
+            pages, known = self._at(slot).pages, self._tabled[slot]
+            least = min(len(pages), len(known))
+            same = next((i for i in range(least) if pages[i] != known[i]), least)
+            if same < len(pages):
+                fresh = torch.tensor(pages[same:], dtype=torch.int32)
+                table[slot, same : len(pages)] = fresh.to(table.device, non_blocking=True)
+            self._tabled[slot] = list(pages)
+
+    def check_room(self, slot: int, tokens: int) -> None:
+        """`CapacityError` unless a sequence has the pages for so many tokens."""
+        pages, per_page = len(self._at(slot).pages), self.layout.page_tokens
+        if tokens > pages * per_page:
+            raise CapacityError(
+                f"slot {slot} holds {pages} pages of {per_page} tokens; {tokens} tokens need more"
+            )
+
+    def count(self, slot: int, tokens: int, halves: Sequence[Half]) -> None:
+        """Take note of tokens that such a pass has stored, all sources' entries included."""
+        state = self._at(slot)
+        for half in halves:
+            state.lengths[half] += tokens
+        stop = state.lengths[Half.ENCODER]
+        for layer, ratio in self._ratio.items():
+            state.stored[layer] = max(state.stored[layer], stop // ratio)
+
+    def window_start(self, slot: int, half: Half) -> int:
+        """The first position whose window rows a half has."""
+        return self._at(slot).starts[half]
+
+    def snapshot(self, slot: int, position: int) -> RingSnapshot:
+        """Windows and history after ``position`` tokens, at most ``slack`` before the newest."""
+        state = self._at(slot)
+        first = max(position - self.window_size + 1, state.starts[Half.ENCODER])
+        layers = [layer for layer, half in self._half.items() if half is Half.ENCODER]
+        places = torch.arange(first, position, device=self._history.device)
+        rings = [self._rings[layer][slot] for layer in layers]
+        newest = torch.arange(max(position - self._back, 0), position, device=places.device)
+        history = self._history[slot]
+        return RingSnapshot(
+            position=position,
+            rings_LRB=torch.stack([ring[places % len(ring)] for ring in rings]),
+            classes_R=history[newest % len(history)],
+        )
+
     # --- what the model asks for ----------------------------------------------------------
 
     def _at(self, slot: int) -> _Slot:
@@ -370,7 +443,9 @@ class PagedKV:
         self._keys[layer].flatten(0, 1)[place] = pack_rows(keys_SJ[begin - first :], FP4_ROW)
         state.stored[layer] = max(state.stored[layer], stop)
 
-    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PagedMain:
+    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> MainKV:
+        if self._in_place:
+            return self._packed_main(layer, slots, sequence_T)
         states = [self._at(slot) for slot in slots]
         return PagedMain(
             layer=layer,
@@ -380,6 +455,19 @@ class PagedKV:
             tables=tuple(torch.tensor(state.pages, dtype=torch.int64) for state in states),
             sequence_T=sequence_T,
             dtype=self._dtype,
+        )
+
+    def _packed_main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PackedMain:
+        self.write_tables(slots)
+        arrays, device = self.arrays, sequence_T.device
+        table = arrays.table[torch.tensor(slots, device=device)]
+        first = torch.searchsorted(sequence_T, torch.arange(len(slots) + 1, device=device))
+        return PackedMain(
+            layer=layer,
+            entries_PEB=self._entries[layer],
+            keys=PagedKeys(self._keys[layer], table, first.int()),
+            sequence_T=sequence_T,
+            capacity=max(self._at(slot).stored[layer] for slot in slots),
         )
 
     def history(self, slot: int) -> Tensor:

@@ -162,6 +162,14 @@ class EngineOptions:
     disk_bytes: Annotated[
         int, typer.Option(help="Most bytes of that directory.", rich_help_panel=_ENGINE)
     ] = 16 << 30
+    decoding: Annotated[
+        str,
+        typer.Option(
+            help='Decoding steps: "graphs" records them as CUDA graphs, "device" runs the same '
+            'without recording, "host" plans every step like a prefill, "auto" takes what suits.',
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto"
 
     def config(self, model: ModelConfig | None, **settings: Any) -> EngineConfig:
         """The engine's configuration; ``settings`` are those that are no options.

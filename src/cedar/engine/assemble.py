@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
+
 from cedar.cache.disk import DiskTier
 from cedar.cache.layout import KVLayout
 from cedar.cache.pages import PageAllocator
@@ -13,7 +15,7 @@ from cedar.engine.build import LoadedModel
 from cedar.engine.core import EngineCore
 from cedar.engine.drafting import Drafter
 from cedar.engine.limits import EngineLimits
-from cedar.engine.runner import Replay, Runner
+from cedar.engine.runner import Decoding, Replay, Runner
 from cedar.engine.scheduler import Scheduler
 from cedar.engine.snapshots import Snapshots
 from cedar.engine.tiers import PrefixTier
@@ -46,6 +48,8 @@ class EngineConfig:
     ring_snapshots: how many snapshots of the encoder's windows are kept, 1.34 MB each at the
         released size; a hit that ends at one runs nothing of the prefix again. 0 keeps none.
     disk_cache, disk_bytes: a directory for prefixes that outlive the process, and its cap.
+    decoding: who knows where the tokens of a decoding step stand, see `Decoding`; "auto" is
+        "graphs" where kernels run and "host" elsewhere.
     check: verify the books after every step; for tests.
     """
 
@@ -62,6 +66,7 @@ class EngineConfig:
     ring_snapshots: int = 64
     disk_cache: str | Path | None = None
     disk_bytes: int = 16 << 30
+    decoding: str = "auto"
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -90,6 +95,9 @@ class EngineConfig:
                 'prefix_hits "exact" needs ring_snapshots of 1 or more; without a snapshot nothing '
                 "of the cache could be used"
             )
+        ways = ["auto", *(way.value for way in Decoding)]
+        if self.decoding not in ways:
+            problems.append(f"decoding is {self.decoding!r}; expected one of {', '.join(ways)}")
         modes = [mode.value for mode in Replay]
         if self.replay not in modes:
             problems.append(f"replay is {self.replay!r}; expected one of {', '.join(modes)}")
@@ -127,6 +135,7 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
         num_slots=config.max_running,
         replay=replay,
         draft=config.draft,
+        decoding=_decoding(loaded, config),
     )
     allocator = PageAllocator(num_pages)
     index = tier = snapshots = None
@@ -180,6 +189,20 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
         tier=tier,
         check=config.check,
     )
+
+
+def _decoding(loaded: LoadedModel, config: EngineConfig) -> Decoding:
+    on_gpu = loaded.device.type == "cuda"
+    if config.decoding == Decoding.GRAPHS and not on_gpu:
+        raise ConfigError(
+            f'engine: decoding is "graphs", but the model is on {loaded.device}. CUDA graphs need a '
+            'CUDA device; use "auto".'
+        )
+    if config.decoding != "auto":
+        return Decoding(config.decoding)
+    kernels = on_gpu and loaded.model.ops.has_kernels
+    # Kernels are written for bfloat16; the plain operations behind others ask the device.
+    return Decoding.GRAPHS if kernels and loaded.model.compute_dtype is torch.bfloat16 else Decoding.HOST
 
 
 def _fingerprint(loaded: LoadedModel, layout: KVLayout, replay: Replay) -> bytes:

@@ -22,6 +22,7 @@ from cedar.config.plan import Half
 from cedar.engine.build import LoadedModel
 from cedar.engine.images import ImageInput, feature_rows, image_types
 from cedar.engine.runner_protocol import Work
+from cedar.engine.stepping import Stepper
 from cedar.errors import RequestError
 from cedar.model import Batch
 from cedar.model.context import Selection, Shared
@@ -30,7 +31,7 @@ from cedar.model.drafting import greedy
 from cedar.model.forward import ForwardContext
 from cedar.model.model import Pass
 
-__all__ = ["Replay", "RunResult", "Runner"]
+__all__ = ["Decoding", "Replay", "RunResult", "Runner"]
 
 
 class Replay(StrEnum):
@@ -48,6 +49,18 @@ class Replay(StrEnum):
     OFF = "off"
     DECODER = "decoder"
     ENCODER_DECODER = "encoder+decoder"
+
+
+class Decoding(StrEnum):
+    """Who knows where the tokens of a decoding step stand.
+
+    ``HOST``: the host, as in prefill. ``DEVICE``: the device alone, which reads packed rows in
+    place. ``GRAPHS``: likewise, and passes are recorded as CUDA graphs.
+    """
+
+    HOST = "host"
+    DEVICE = "device"
+    GRAPHS = "graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +96,7 @@ class Runner:
         num_slots: int,
         replay: Replay = Replay.DECODER,
         draft: bool = False,
+        decoding: Decoding = Decoding.HOST,
     ) -> None:
         self.model = loaded.model
         self.replay = replay
@@ -96,10 +110,15 @@ class Runner:
             num_slots=num_slots,
             device=loaded.device,
             dtype=self.model.compute_dtype,
+            in_place=decoding is not Decoding.HOST,
         )
         sources = [plan.compress_ratio for plan in self.model.plan if plan.has_indexer]
         self.entry_tokens = sources[-1] if sources else 1
         self._device = loaded.device
+        self._stepper = None
+        if decoding is not Decoding.HOST:
+            graphs = decoding is Decoding.GRAPHS
+            self._stepper = Stepper(self.model, self.store, drafts=draft, graphs=graphs)
         self._prefixes: dict[int, _Prefix] = {}
         self._features: dict[int, dict[int, Tensor]] = {}  # per slot, by the image's position
         # Per slot, from where on its windows are those of a cold run; from the start by default.
@@ -181,10 +200,14 @@ class Runner:
             mark = store.mark({item.slot: len(item.tokens) for item in work})
             try:
                 whole = [self._with_replay(item) for item in work]
-                for item in whole:
-                    self._capture(item)
-                results = self._execute(whole)
-                taken = [store.captured(item.slot) for item in work]
+                if self._stepper is not None and self._stepper.fits(whole):
+                    results = self._step(self._stepper, whole)
+                    taken = [self._snapshots(item) for item in whole]
+                else:
+                    for item in whole:
+                        self._capture(item)
+                    results = self._execute(whole)
+                    taken = [store.captured(item.slot) for item in work]
             except BaseException:
                 store.rollback(mark)
                 raise
@@ -258,12 +281,41 @@ class Runner:
         self.store.restore(work.slot, prefix.start, begin, classes)
         return begin
 
-    def _capture(self, work: Work) -> None:
-        """Have the snapshots taken that are wanted, and will be exact."""
+    def _places(self, work: Work) -> list[int]:
+        """Where snapshots are wanted that will be exact."""
         stop, exact = work.start + len(work.tokens), self._exact_from.get(work.slot, 0)
-        places = [at for at in work.snapshots if work.start < at <= stop and at >= exact]
+        return [at for at in work.snapshots if work.start < at <= stop and at >= exact]
+
+    def _capture(self, work: Work) -> None:
+        """Have them taken while the pass runs."""
+        places = self._places(work)
         if places:
             self.store.capture(work.slot, places)
+
+    def _snapshots(self, work: Work) -> dict[int, RingSnapshot]:
+        """Take them after a pass of few tokens, all of which the rings still hold."""
+        return {at: self.store.snapshot(work.slot, at) for at in self._places(work)}
+
+    def _step(self, stepper: Stepper, work: list[Work]) -> list[RunResult]:
+        """Decode without the host."""
+        output = stepper.run(work)
+        results, stop = [], 0
+        for item in work:
+            start, stop = stop, stop + len(item.tokens)
+            first = {"all": start, "last": stop - 1, "none": stop}[item.wants_logits]
+            if first == stop:
+                results.append(RunResult(None))
+                continue
+            selected = None
+            if item.watch and output.selected_TK is not None:
+                selected = self._first_positions(output.selected_TK[first:stop])
+            results.append(RunResult(output.logits[first:stop], selected))
+        return results
+
+    def _first_positions(self, entries_KE: Tensor) -> Tensor:
+        """Of selected entries the first tokens, on the host; −1 stays."""
+        entries = entries_KE.cpu()
+        return torch.where(entries < 0, -1, entries * self.entry_tokens)
 
     def _execute(self, work: list[Work]) -> list[RunResult]:
         model, store = self.model, self.store
@@ -353,9 +405,8 @@ class Runner:
             wanted += chosen
             counts[item.slot] = len(chosen)
             if item.watch and chosen and selection is not None:
-                entries_KE = selection.entries_TK[chosen.start : chosen.stop].cpu()
-                first_KE = torch.where(entries_KE < 0, -1, entries_KE * self.entry_tokens)
-                selected[item.slot] = first_KE
+                entries_KE = selection.entries_TK[chosen.start : chosen.stop]
+                selected[item.slot] = self._first_positions(entries_KE)
         if not wanted:
             return [RunResult(None)] * len(work)
         logits = self.model.logits(hidden_TD[torch.tensor(wanted, device=self._device)])

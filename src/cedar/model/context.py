@@ -207,7 +207,10 @@ class Shared:
 
 
 def _wrong_source(
-    plan: LayerPlan, what: str, wanted: int | None, found: MainKV | Selection | Candidates | None
+    plan: LayerPlan,
+    what: str,
+    wanted: int | None,
+    found: MainKV | Selection | Candidates | None,
 ) -> RuntimeError:
     got = "nothing" if found is None else f"those of layer {found.layer}"
     return RuntimeError(

@@ -9,11 +9,15 @@ from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, LayerPlan
 from cedar.errors import CapacityError, RequestError
 from cedar.model.batch import Batch
-from cedar.model.context import KVStore, Probe, TrainSignals
+from cedar.model.context import GroupLayout, KVStore, Probe, TrainSignals
+from cedar.model.engram import Engram
 from cedar.model.forward import ForwardContext
 from cedar.model.layer import Layer
 from cedar.model.layout import group_layout, lookback, positions, rotary, window_slots
+from cedar.model.step import StepContext, StepInput
 from cedar.ops import Ops
+from cedar.ops.engram_hash import History
+from cedar.ops.main_kv import KVArrays
 
 __all__ = ["Contexts"]
 
@@ -28,10 +32,15 @@ class Contexts(nn.Module):
     frequencies_window: Tensor
     frequencies_compressed: Tensor
     token_map: Tensor | None
+    pad_class: int
 
     def backbone(self) -> list[Layer]:
         """The backbone layers, typed."""
         return list(self.layers)  # type: ignore[arg-type]
+
+    def engrams(self) -> list[Engram]:
+        """The Engram modules, in the order of their layers."""
+        return [layer.engram for layer in self.backbone() if layer.engram is not None]
 
     def context(
         self,
@@ -61,6 +70,7 @@ class Contexts(nn.Module):
             ops=self.ops,
             positions_T=place,
             sequence_T=sequence_T,
+            most_queries=max(batch.lengths),
             bounds=batch.bounds,
             starts=starts,
             slots=batch.slots,
@@ -121,13 +131,75 @@ class Contexts(nn.Module):
         """Table rows per Engram layer; they depend on token ids alone."""
         if classes_T is None or self.token_map is None or disabled:
             return {}
-        pad = int(self.token_map[self.config.engram_pad_id])
-        known = lookback(classes_T, batch, store, self.config.engram_max_ngram_size, pad)
-        engrams = [layer.engram for layer in self.backbone() if layer.engram is not None]
-        ids = {engram.layer: engram.hash(known) for engram in engrams}
+        order = self.config.engram_max_ngram_size
+        known = lookback(classes_T, batch, store, order, self.pad_class)
+        ids = {engram.layer: engram.hash(known) for engram in self.engrams()}
+        for engram in self.engrams():
+            engram.prefetch(ids[engram.layer])
         if probe is not None:
             probe.record("engram_hash_ids", torch.stack([ids[k] for k in sorted(ids)], dim=1))
         return ids
+
+    def step_context(
+        self, step: StepInput, arrays: KVArrays, *, most_queries: int, most_tokens: int
+    ) -> StepContext:
+        """A context for tokens whose places only the device knows; text only.
+
+        most_queries, most_tokens: of one sequence, new ones and all of them.
+        """
+        place, ops = step.positions_T, self.ops
+        ring = next(iter(arrays.rings.values())).shape[1]
+
+        def windows(half: Half) -> Tensor:
+            start_T = step.starts[tuple(Half).index(half)]
+            newest_first = ops.window_places(
+                step.slots_T, place, start_T, self.config.window_size, ring
+            )
+            # The order of every other context, so that sums are the same.
+            return newest_first.flip(1)
+
+        ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
+        groups = {}
+        for ratio in ratios:
+            first_T = place - (ratio - 1)
+            at = rotary(first_T, self.frequencies_compressed)
+            groups[ratio] = GroupLayout(place[:0].view(0, ratio), (), at)
+        return StepContext(
+            ops=ops,
+            positions_T=place,
+            sequence_T=step.sequence_T,
+            most_queries=most_queries,
+            bounds=(),
+            starts=(),
+            slots=(),
+            window_past=(),
+            window_slots_TW=windows(Half.ENCODER),
+            decoder_slots_TW=windows(Half.DECODER),
+            rotary_window=rotary(place, self.frequencies_window),
+            rotary_compressed=rotary(place, self.frequencies_compressed),
+            groups=groups,
+            engram_ids=self._step_engram_ids(step, arrays.history),
+            arrays=arrays,
+            input=step,
+            table=arrays.table[step.sequence_slot],
+            most_tokens=most_tokens,
+        )
+
+    def _step_engram_ids(self, step: StepInput, history: Tensor) -> dict[int, Tensor]:
+        engrams = self.engrams()
+        if not engrams or self.token_map is None:
+            return {}
+        ids = self.ops.engram_ids(
+            History(self.token_map[step.tokens_T], history, step.slots_T, step.positions_T),
+            torch.stack([engram.multipliers for engram in engrams]),
+            torch.stack([engram.primes for engram in engrams]),
+            torch.stack([engram.offsets for engram in engrams]),
+            self.pad_class,
+        )
+        found = {engram.layer: own for engram, own in zip(engrams, ids, strict=True)}
+        for engram in engrams:
+            engram.prefetch(found[engram.layer])
+        return found
 
     def decoder_context(self, ctx: ForwardContext) -> ForwardContext:
         """The same tokens as the decoder sees them: its windows may hold less than the encoder's.
@@ -159,6 +231,7 @@ class Contexts(nn.Module):
             ctx,
             positions_T=ctx.positions_T[index],
             sequence_T=torch.repeat_interleave(counts, output_size=len(index)),
+            most_queries=max(lengths),
             bounds=bounds,
             starts=starts,
             slots=slots,

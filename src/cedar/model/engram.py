@@ -12,13 +12,16 @@ from cedar.config.primes import engram_primes
 from cedar.model.context import Streams
 from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Weight, WeightStorage, new_parameter
-from cedar.quant import FP8_BLOCK, FP8_ROW, QuantTensor
+from cedar.quant import FP8_BLOCK, FP8_ROW
 
 __all__ = ["Engram", "EngramTable", "hash_multipliers"]
 
 
 class EngramTable(Protocol):
-    """Row look-up: ``rows(ids int64 [...]) -> [..., head_dim]`` in bfloat16 or a master type."""
+    """Row look-up: ``rows(ids int64 [...]) -> [..., head_dim]`` in bfloat16 or a master type.
+
+    A table may also have ``prefetch(ids)``: it is told the ids at the start of a pass.
+    """
 
     def rows(self, ids: Tensor) -> Tensor: ...
 
@@ -45,15 +48,9 @@ class _DeviceTable(Weight):
     def rows(self, ids: Tensor) -> Tensor:
         assert self.format is not None
         if self.scale is not None:
-            rows = QuantTensor(_pick(self.weight, ids), self.scale[ids], self.format)
-            return rows.dequantize(torch.bfloat16)
+            return self.ops.engram_rows(self.weight, self.scale, ids, torch.bfloat16)
         # A master row takes the round trip that its stored form will take.
         return self.ops.cast(nn.functional.embedding(ids, self.weight), self.format)
-
-
-def _pick(codes: Tensor, ids: Tensor) -> Tensor:
-    """Rows of float8 codes, by way of bytes: not every device indexes float8."""
-    return codes.view(torch.uint8)[ids].view(codes.dtype)
 
 
 class Engram(nn.Module):
@@ -100,6 +97,12 @@ class Engram(nn.Module):
     def hash(self, lookback_TN: Tensor) -> Tensor:
         """Table rows ``[T, orders · heads]`` of every token."""
         return self.ops.engram_hash(lookback_TN, self.multipliers, self.primes, self.offsets)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Begin to fetch the rows that `forward` will look up, where the table can."""
+        prefetch = getattr(self.table, "prefetch", None)
+        if prefetch is not None:
+            prefetch(ids)
 
     def forward(self, streams: Streams, ctx: ForwardContext) -> Streams:
         table = self.embed if self.table is None else self.table

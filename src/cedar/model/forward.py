@@ -25,6 +25,7 @@ class ForwardContext:
     """Everything about a batch that layers need and that does not change between them.
 
     positions_T, sequence_T: place of each packed token in its sequence, and which sequence.
+    most_queries: tokens of the sequence that has most of them here.
     bounds, starts: packed rows of each sequence; tokens it has stored before these.
     window_past: window rows that the store contributes, per sequence.
     window_slots_TW: window of each query, as rows of "per sequence: past rows, then new rows".
@@ -36,6 +37,7 @@ class ForwardContext:
     ops: Ops
     positions_T: Tensor
     sequence_T: Tensor
+    most_queries: int
     bounds: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -58,11 +60,6 @@ class ForwardContext:
     def visible_T(self, ratio: int) -> Tensor:
         """Finished groups that each query sees: entry j iff ``(j + 1)·ρ ≤ t + 1``."""
         return (self.positions_T + 1).div(ratio, rounding_mode="floor")
-
-    @property
-    def most_queries(self) -> int:
-        """Tokens of the sequence that has most in this batch."""
-        return max(stop - start for start, stop in self.bounds)
 
     def record(self, name: str, value: Tensor) -> None:
         """Show a value to the probe, if there is one."""
@@ -97,10 +94,12 @@ class ForwardContext:
         for (start, stop), slot in zip(self.bounds, self.slots, strict=True):
             self.store.extend_window(layer, slot, kv_TH[start:stop])
 
-    def compress(self, layer: int, ratio: int, kv_TH: Tensor, gate_TH: Tensor) -> Tensor:
-        """Pooled values ``[S, H]`` of the groups that the batch finishes, by sequence.
+    def compress(
+        self, layer: int, ratio: int, kv_TH: Tensor, gate_TH: Tensor, norm: Norm, dtype: torch.dtype
+    ) -> Tensor:
+        """Pooled and normalised latents ``[S, H]`` of the groups that the batch finishes.
 
-        kv, gate: of the new tokens. Those of unfinished groups are stored.
+        kv, gate: of the new tokens. Those of unfinished groups are stored. dtype: of the latents.
         """
         if self.store is not None:
             kvs, gates = [], []
@@ -112,7 +111,7 @@ class ForwardContext:
                 self.store.extend_residue(layer, slot, kv, gate)
             kv_TH, gate_TH = torch.cat(kvs), torch.cat(gates)
         rows_GR = self.groups[ratio].rows_GR
-        return self.ops.compress(kv_TH[rows_GR], gate_TH[rows_GR])
+        return norm(self.ops.compress(kv_TH[rows_GR], gate_TH[rows_GR]).to(dtype))
 
     def extend_main(
         self, layer: int, ratio: int, latent_SH: Tensor, key_SJ: Tensor, norm: Norm

@@ -15,7 +15,9 @@ from cedar.model.context import Candidates, Selection, Shared
 from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Norm
 from cedar.ops.index_score import PagedKeys
-from cedar.ops.main_kv import MainKV, PackedMain
+from cedar.ops.main_kv import FloatMain, MainKV, PackedMain
+from cedar.ops.select import Chosen, Place
+from cedar.ops.sparse_attention import Source
 from cedar.quant import FP4_ROW, FP8_BLOCK
 
 __all__ = ["IndexQuery", "Indexer"]
@@ -56,7 +58,7 @@ class Indexer(nn.Module):
     def queries(
         self, x_TD: Tensor, c_q_TR: Tensor, q_norm: Norm, ctx: ForwardContext
     ) -> IndexQuery:
-        """Index queries and head weights of the batch's tokens; latent queries before ``q_norm``."""
+        """Index queries and head weights; latent queries come before their norm."""
         norm = (q_norm.weight.detach(), q_norm.eps)
         (q,) = self.ops.project(
             c_q_TR.detach(), (self.wq_b.value(),), input_format=self.wq_b.input_format, norm=norm
@@ -77,14 +79,18 @@ class Indexer(nn.Module):
         """
         pool = shared.candidates_for(self.plan)
         visible_T = ctx.visible_T(self.plan.compress_ratio)
+        rows: Source
         if isinstance(main, PackedMain):
-            chosen, found = self._select_packed(query, main, pool, visible_T, ctx.most_queries)
+            chosen = self._select_packed(query, main, pool, visible_T, ctx.most_queries)
+            assert chosen.rows_TK is not None
+            entries, blocks, rows = chosen.entries_TK, chosen.blocks_TM, main.rows(chosen.rows_TK)
         else:
-            chosen, found = self._select_flat(query, main, pool, visible_T, ctx)
-        selection = Selection(self.plan.index, chosen, main.select(chosen))
-        if found is None:
+            entries, blocks = self._select_flat(query, main, pool, visible_T, ctx)
+            rows = main.select(entries)
+        selection = Selection(self.plan.index, entries, rows)
+        if blocks is None:
             return selection, shared.candidates
-        return selection, Candidates(self.plan.index, found, self.pool_block)
+        return selection, Candidates(self.plan.index, blocks, self.pool_block)
 
     def _select_packed(
         self,
@@ -93,46 +99,44 @@ class Indexer(nn.Module):
         pool: Candidates | None,
         visible_T: Tensor,
         most_queries: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Entries ``[T, K]`` and new pool blocks by kernels that read packed keys in place."""
+    ) -> Chosen:
+        """By kernels that read packed keys in place, for all sequences together."""
         count = len(visible_T)
         width = main.capacity if pool is None else pool.capacity
         size = max(1, _CHUNK_ELEMENTS["cuda"] // max(width, 1))
-        entries, blocks = [], []
+        parts = []
         for start in range(0, count, size):
-            stop = min(start + size, count)
-            part, visible = query.rows(slice(start, stop)), visible_T[start:stop]
-            keys = main.keys
-            if (start, stop) != (0, count):
-                keys = PagedKeys(keys.raw, keys.table, keys.first.clamp(start, stop) - start)
+            rows = slice(start, min(start + size, count))
+            part, visible, keys = query.rows(rows), visible_T[rows], main.keys
+            place = Place(keys.table, main.sequence_T[rows], main.per_page)
             if pool is not None:
-                own = pool.blocks_TB[start:stop]
-                scores = self.ops.index_pool(
-                    *part, keys, main.sequence_T[start:stop], visible, own, pool.block_size
+                own = pool.blocks_TB[rows]
+                found = self.ops.index_pool(
+                    *part, keys, place.sequence_T, visible, own, pool.block_size
                 )
-                chosen = self.ops.select_entries(scores, self.topk)
-                inside = Candidates(pool.layer, own, pool.block_size)
-                entries.append(inside.entry_of(chosen))
+                parts.append(
+                    self.ops.select_pool(*found, own, pool.block_size, self.topk, place=place)
+                )
                 continue
-            scores, best = self.ops.index_scan(
+            if size < count:
+                keys = PagedKeys(keys.raw, keys.table, keys.first.clamp(start, rows.stop) - start)
+            builds = self.plan.builds_candidates
+            scan = self.ops.index_scan(
                 *part,
                 keys,
                 visible,
                 capacity=main.capacity,
-                queries=min(most_queries, stop - start),
-                block=self.pool_block if self.plan.builds_candidates else 0,
+                queries=min(most_queries, rows.stop - start),
+                block=self.pool_block if builds else 0,
             )
-            entries.append(self.ops.select_entries(scores, self.topk, visible))
-            if best is not None:
-                blocks.append(
-                    self.ops.select_best(best, visible, self.pool_block, self.pool_blocks)
-                )
-        return _joined(entries), _joined(blocks) if blocks else None
+            blocks = self.pool_blocks if builds else 0
+            parts.append(self.ops.select_scan(scan, visible, self.topk, blocks=blocks, place=place))
+        return Chosen(*(_joined(each) for each in zip(*parts, strict=True)))
 
     def _select_flat(
         self,
         query: IndexQuery,
-        main: MainKV,
+        main: FloatMain,
         pool: Candidates | None,
         visible_T: Tensor,
         ctx: ForwardContext,
@@ -170,7 +174,7 @@ class Indexer(nn.Module):
         return [slice(t, min(t + size, stop)) for t in range(start, stop, size)]
 
     def _scores(
-        self, query: IndexQuery, main: MainKV, sequence: int, seen: int, visible_T: Tensor
+        self, query: IndexQuery, main: FloatMain, sequence: int, seen: int, visible_T: Tensor
     ) -> Tensor:
         """Scores ``[T, seen]`` of one sequence's entries, −∞ where not visible."""
         scores = self.ops.index_score(query.q_TIJ, query.w_TI, main.keys(sequence, seen))
@@ -178,7 +182,7 @@ class Indexer(nn.Module):
         return scores.masked_fill(hidden, -torch.inf)
 
     def _search_pool(
-        self, query: IndexQuery, main: MainKV, sequence: int, pool: Candidates, visible_T: Tensor
+        self, query: IndexQuery, main: FloatMain, sequence: int, pool: Candidates, visible_T: Tensor
     ) -> Tensor:
         """Select inside the pool, touching the pool's keys only."""
         entries = pool.entries(visible_T)
@@ -195,6 +199,8 @@ class Indexer(nn.Module):
 
         For probes only: the memory is quadratic.
         """
+        if isinstance(main, PackedMain):
+            raise TypeError("all scores need keys that can be read, not those of a store in place")
         visible_T = ctx.visible_T(self.plan.compress_ratio)
         out = query.q_TIJ.new_full((len(visible_T), max(main.counts, default=0)), -torch.inf)
         for n, (start, stop) in enumerate(ctx.bounds):
@@ -211,5 +217,6 @@ class Indexer(nn.Module):
         return out
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) > 1 else (known[0] if known else None)

@@ -1,5 +1,7 @@
 """One block: attention and experts around the residual streams (section 1)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +51,7 @@ class Block(nn.Module):
         the model before this one: it is computed from the very streams it is applied to.
         """
         norm: Norm = getattr(self, f"{part}_norm")
-        settings = {
+        settings: dict[str, Any] = {
             "norm_eps": self.norm_eps,
             "hc_eps": self.hc_eps,
             "sinkhorn_iters": self.sinkhorn_iters,

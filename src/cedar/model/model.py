@@ -5,8 +5,8 @@ stand is worked out in `contexts.py`; how a model drafts is in `drafting.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,13 @@ from cedar.model.forward import ForwardContext
 from cedar.model.init import initialise
 from cedar.model.layer import Layer
 from cedar.model.linear import BuildSpec, Norm, Weight, WeightStorage, new_parameter
+from cedar.model.step import StepInput
 from cedar.model.vision import Aligner, VisionTower, place_images
 from cedar.ops import Ops, select_ops
+from cedar.ops.main_kv import KVArrays
 from cedar.ops.rope.reference import frequencies, yarn_frequencies
 
-__all__ = ["Model", "ModelOutput", "Pass"]
+__all__ = ["Model", "ModelOutput", "Pass", "StepOutput"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ class Pass:
     shared: Shared
     taps: tuple[Tensor, ...] = ()
     stats: tuple[LayerStats, ...] = ()
+
+
+class StepOutput(NamedTuple):
+    """logits: float32 ``[T, V]``; selected: entries of the last index source ``[T, K]``."""
+
+    logits: Tensor
+    selected_TK: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +142,8 @@ class Model(Drafting):
             "frequencies_compressed": yarn,
             "token_map": token_map,
         }
+        # Of a token, so one number; read here once, not from the device in every pass.
+        self.pad_class = -1 if token_map is None else int(token_map[config.engram_pad_id])
         for name, table in tables.items():
             self.register_buffer(name, None if table is None else table.to(real), persistent=False)
 
@@ -210,6 +221,33 @@ class Model(Drafting):
             streams, shared, report = out
             stats = (*stats, report)
         return Pass(streams, shared, taps, stats)
+
+    def step(
+        self,
+        step: StepInput,
+        arrays: KVArrays,
+        *,
+        most_queries: int,
+        most_tokens: int,
+        drafts: bool = False,
+    ) -> StepOutput:
+        """A few new tokens a sequence through all layers, each at its place of the cache.
+
+        Nothing here asks the device anything, so the pass can be recorded as a CUDA graph. drafts:
+        store what the draft head needs of them.
+        """
+        ctx = self.step_context(step, arrays, most_queries=most_queries, most_tokens=most_tokens)
+        state = self.encode(
+            Streams.fresh(self.embed_tokens(step.tokens_T), self.config.hc_mult), ctx
+        )
+        state = self.decode(state, replace(ctx, window_slots_TW=ctx.decoder_slots_TW))
+        if drafts:
+            self.draft_store(torch.cat(state.taps, dim=1), ctx)
+        hidden_TD = self.norm(state.streams.collapse(self.ops))
+        selection = state.shared.selection
+        return StepOutput(
+            self.logits(hidden_TD), None if selection is None else selection.entries_TK
+        )
 
     # --- the whole ------------------------------------------------------------------------
 

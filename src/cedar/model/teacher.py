@@ -11,7 +11,7 @@ from cedar.model.forward import ForwardContext
 from cedar.model.indexer import IndexQuery
 from cedar.ops import Ops, widen
 from cedar.ops.main_kv import FlatMain, MainKV
-from cedar.ops.sparse_attention import Rows
+from cedar.ops.sparse_attention import Rows, Source
 
 __all__ = ["index_loss"]
 
@@ -20,7 +20,7 @@ def index_loss(
     ops: Ops,
     index_query: IndexQuery,
     q_TNH: Tensor,
-    window: Rows,
+    window: Source,
     main: MainKV,
     sink_N: Tensor,
     scale: float,
@@ -35,7 +35,7 @@ def index_loss(
     warm-up, else the candidate pool where there is one, else the selection. Without any such
     query the loss is zero.
     """
-    if not isinstance(main, FlatMain):
+    if not isinstance(main, FlatMain) or not isinstance(window, Rows):
         raise TypeError("the index loss needs main KV in floating point, without a packed store")
     if main.rows_RH.shape[0] == 0:  # no sequence has finished a group yet
         return 0.0 * widen(index_query.w_TI).sum()

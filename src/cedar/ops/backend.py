@@ -19,18 +19,20 @@ import torch
 from cedar.ops import composed
 from cedar.ops.cast import Cast
 from cedar.ops.cast.reference import cast
-from cedar.ops.compress import Compress
+from cedar.ops.compress import Compress, CompressRing
 from cedar.ops.compress import reference as compress
 from cedar.ops.engram_gate import EngramGate
 from cedar.ops.engram_gate import reference as engram_gate
-from cedar.ops.engram_hash import EngramHash
+from cedar.ops.engram_hash import EngramHash, EngramIds
 from cedar.ops.engram_hash import reference as engram_hash
+from cedar.ops.engram_rows import EngramRows
+from cedar.ops.engram_rows.reference import engram_rows
 from cedar.ops.experts import Experts, Swiglu
 from cedar.ops.experts import reference as experts
 from cedar.ops.index_score import IndexPool, IndexScan, IndexScore, IndexScoreRows
 from cedar.ops.index_score import reference as index_score
-from cedar.ops.latent import Latent, LatentWrite
-from cedar.ops.latent.reference import latent_write
+from cedar.ops.latent import Latent, Latents
+from cedar.ops.latent.reference import latents
 from cedar.ops.linear import LinearOp
 from cedar.ops.linear import reference as linear
 from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand, MhcStep
@@ -41,10 +43,18 @@ from cedar.ops.rope import Rotate
 from cedar.ops.rope import reference as rope
 from cedar.ops.route import Route
 from cedar.ops.route import reference as route
-from cedar.ops.select import SelectBest, SelectBlocks, SelectEntries
+from cedar.ops.select import (
+    SelectBest,
+    SelectBlocks,
+    SelectEntries,
+    SelectPool,
+    SelectScan,
+)
 from cedar.ops.select import reference as select
 from cedar.ops.sparse_attention import AttentionMass, SparseAttention
 from cedar.ops.sparse_attention import reference as sparse_attention
+from cedar.ops.window import WindowPlaces
+from cedar.ops.window.reference import window_places
 
 __all__ = ["OpChoice", "Ops", "select_ops", "with_operations"]
 
@@ -70,12 +80,14 @@ class Ops:
     rms_norm: RmsNorm
     rotate: Rotate
     latent: Latent
-    latent_write: LatentWrite
+    latents: Latents
+    window_places: WindowPlaces
     mhc_coefficients: MhcCoefficients
     mhc_collapse: MhcCollapse
     mhc_expand: MhcExpand
     mhc_step: MhcStep
     compress: Compress
+    compress_ring: CompressRing
     index_score: IndexScore
     index_score_rows: IndexScoreRows
     index_scan: IndexScan
@@ -83,15 +95,24 @@ class Ops:
     select_entries: SelectEntries
     select_blocks: SelectBlocks
     select_best: SelectBest
+    select_scan: SelectScan
+    select_pool: SelectPool
     sparse_attention: SparseAttention
     rotated_attention: Any
     attention_mass: AttentionMass
     engram_hash: EngramHash
+    engram_ids: EngramIds
+    engram_rows: EngramRows
     engram_gate: EngramGate
     route: Route
     experts: Experts
     swiglu: Swiglu
     choices: tuple[OpChoice, ...] = ()
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether any operation has something faster than plain PyTorch."""
+        return any(choice.implementation != "reference" for choice in self.choices)
 
     def describe(self) -> tuple[OpChoice, ...]:
         """What was chosen for every operation, and why not something faster."""
@@ -110,13 +131,15 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "cast": cast,
         "linear": linear.linear,
-        "latent_write": latent_write,
+        "latents": latents,
+        "window_places": window_places,
         "rms_norm": norm.rms_norm,
         "rotate": rope.rotate,
         "mhc_coefficients": mhc.mhc_coefficients,
         "mhc_collapse": mhc.mhc_collapse,
         "mhc_expand": mhc.mhc_expand,
         "compress": compress.compress,
+        "compress_ring": compress.compress_ring,
         "index_score": index_score.index_score,
         "index_score_rows": index_score.index_score_rows,
         "index_scan": index_score.index_scan,
@@ -124,9 +147,13 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "select_entries": select.select_entries,
         "select_blocks": select.select_blocks,
         "select_best": select.select_best,
+        "select_scan": select.select_scan,
+        "select_pool": select.select_pool,
         "sparse_attention": sparse_attention.sparse_attention,
         "attention_mass": sparse_attention.attention_mass,
         "engram_hash": engram_hash.engram_hash,
+        "engram_ids": engram_hash.engram_ids,
+        "engram_rows": engram_rows,
         "engram_gate": engram_gate.engram_gate,
         "route": route.route,
         "experts": experts.experts,
@@ -150,11 +177,13 @@ _COMPOSED: Mapping[str, Callable[..., Any]] = MappingProxyType(
 def with_operations(ops: Ops, **changes: Any) -> Ops:
     """The same with some operations exchanged, also inside those that are composed of them."""
     changed = replace(ops, **changes)
-    again = {name: partial(f, changed) for name, f in _COMPOSED.items() if name not in changes}
+    again: dict[str, Any] = {
+        name: partial(f, changed) for name, f in _COMPOSED.items() if name not in changes
+    }
     return replace(changed, **again)
 
 
-def select_ops(device: torch.device | str = "cpu", *, kernels: bool = False) -> Ops:
+def select_ops(device: torch.device | str = "cpu", *, kernels: bool | None = None) -> Ops:
     """The implementation of every operation for ``device``.
 
     Plain PyTorch runs on every device. With ``kernels`` they take its place where they are written

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from cedar.ops.index_score import PagedKeys
 from cedar.ops.sparse_attention import PackedRows, Rows, Source
 from cedar.quant import FP4_MAIN
 
-__all__ = ["FlatMain", "KVArrays", "MainKV", "PackedMain"]
+__all__ = ["FlatMain", "FloatMain", "KVArrays", "MainKV", "PackedMain"]
 
 
-class MainKV(Protocol):
-    """Entries and index keys of one KV source, for the sequences of one batch."""
+class FloatMain(Protocol):
+    """Entries and index keys of one KV source, for the sequences of one batch, as numbers."""
 
     @property
     def layer(self) -> int:
@@ -86,13 +86,17 @@ class PackedMain:
     sequence_T: Tensor  # of each packed token, a row of the page table
     capacity: int
 
-    def select(self, entries_TK: Tensor) -> PackedRows:
-        """Entries (−1 absent) of each packed token's own sequence, ready for attention."""
-        per_page = self.entries_PEB.shape[1]
-        entry = entries_TK.clamp_min(0)
-        page = self.keys.table[self.sequence_T].gather(1, entry // per_page)
-        places = torch.where(entries_TK >= 0, page * per_page + entry % per_page, -1)
-        return PackedRows(self.entries_PEB.flatten(0, 1), places, FP4_MAIN)
+    @property
+    def per_page(self) -> int:
+        """Entries of a page."""
+        return self.entries_PEB.shape[1]
+
+    def rows(self, rows_TK: Tensor) -> PackedRows:
+        """Rows of the storage (−1 absent), ready for attention."""
+        return PackedRows(self.entries_PEB.flatten(0, 1), rows_TK, FP4_MAIN)
+
+
+MainKV: TypeAlias = FloatMain | PackedMain
 
 
 class KVArrays(NamedTuple):

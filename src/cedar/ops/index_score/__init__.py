@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["IndexPool", "IndexScan", "IndexScore", "IndexScoreRows", "PagedKeys"]
+__all__ = ["IndexPool", "IndexScan", "IndexScore", "IndexScoreRows", "PagedKeys", "Scan"]
 
 
 class PagedKeys(NamedTuple):
@@ -22,6 +22,19 @@ class PagedKeys(NamedTuple):
     raw: Tensor
     table: Tensor
     first: Tensor
+
+
+class Scan(NamedTuple):
+    """Scores ``[T, capacity]`` of an `IndexScan`, and their maxima.
+
+    best: ``[T, capacity / block]``, of blocks of ``block`` columns, and wide: of eight blocks each
+    (both rounded up); None without a block.
+    """
+
+    scores_TS: Tensor
+    best_TM: Tensor | None = None
+    wide_TG: Tensor | None = None
+    block: int = 0
 
 
 class IndexScore(Protocol):
@@ -40,13 +53,12 @@ class IndexScoreRows(Protocol):
 
 
 class IndexScan(Protocol):
-    """``index_scan(q [T, I, J], w [T, I], keys, visible [T], ...) -> (scores, best)``.
+    """``index_scan(q [T, I, J], w [T, I], keys, visible [T], ...) -> Scan``.
 
-    Scores ``[T, capacity]``: `IndexScore` of every visible entry of each token's own sequence,
-    straight from packed keys; −∞ from entry ``visible`` on as far as the sequence's newest token
-    sees. What lies further behind is undefined: nobody may read it, and nobody pays for it. With
-    ``block``, best ``[T, capacity / block]`` holds the maxima of blocks of so many columns, else
-    it is None.
+    `IndexScore` of every visible entry of each token's own sequence, straight from packed keys;
+    −∞ from entry ``visible`` on as far as the sequence's newest token sees. What lies further
+    behind is undefined: nobody may read it, and nobody pays for it. Maxima are those of blocks
+    that begin before it.
 
     capacity: columns; at least the largest ``visible``. queries: most tokens of a sequence.
     """
@@ -61,7 +73,7 @@ class IndexScan(Protocol):
         capacity: int,
         queries: int,
         block: int = 0,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> Scan: ...
 
 
 class IndexPool(Protocol):
@@ -69,6 +81,7 @@ class IndexPool(Protocol):
 
     ``[T, M · block]``: `IndexScore` of the entries of each query's own blocks (−1: none) of
     ``block`` entries, in their order; −∞ where there is no block or the entry is not visible.
+    And ``[T, M]``: the maxima of the blocks.
     """
 
     def __call__(
@@ -80,4 +93,4 @@ class IndexPool(Protocol):
         visible_T: Tensor,
         blocks_TM: Tensor,
         block: int,
-    ) -> Tensor: ...
+    ) -> tuple[Tensor, Tensor]: ...

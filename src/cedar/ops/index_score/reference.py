@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cedar.ops.index_score import PagedKeys
+from cedar.ops.index_score import PagedKeys, Scan
 from cedar.ops.packed import unpack_rows
 from cedar.ops.precision import widen
 from cedar.quant import FP4_ROW
@@ -31,7 +31,7 @@ def index_scan(
     capacity: int,
     queries: int,
     block: int = 0,
-) -> tuple[Tensor, Tensor | None]:
+) -> Scan:
     del queries  # how many tokens a sequence has only matters to kernels
     scores = q_TIJ.new_full((len(q_TIJ), capacity), -torch.inf)
     bounds = keys.first.tolist()
@@ -45,9 +45,9 @@ def index_scan(
         hidden = torch.arange(seen, device=found.device) >= visible_T[start:stop].unsqueeze(1)
         scores[start:stop, :seen] = found.masked_fill(hidden, -torch.inf)
     if not block:
-        return scores, None
-    padded = F.pad(scores, (0, -capacity % block), value=-torch.inf)
-    return scores, padded.unflatten(1, (-1, block)).amax(2)
+        return Scan(scores)
+    best = _maxima(scores, block)
+    return Scan(scores, best, _maxima(best, 8), block)
 
 
 def index_pool(
@@ -58,7 +58,7 @@ def index_pool(
     visible_T: Tensor,
     blocks_TM: Tensor,
     block: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     page = keys.raw.shape[1]
     offsets = torch.arange(block, device=blocks_TM.device)
     entries = (blocks_TM.long().unsqueeze(2) * block + offsets).flatten(1)
@@ -67,7 +67,14 @@ def index_pool(
     pages = keys.table.long()[sequence_T].gather(1, entries // page)
     unique, rows = torch.unique(pages * page + entries % page, return_inverse=True)
     held = unpack_rows(keys.raw.flatten(0, 1)[unique], FP4_ROW, q_TIJ.dtype)
-    return index_score_rows(q_TIJ, w_TI, held, rows).masked_fill(~known, -torch.inf)
+    scores = index_score_rows(q_TIJ, w_TI, held, rows).masked_fill(~known, -torch.inf)
+    return scores, _maxima(scores, block)
+
+
+def _maxima(scores_TS: Tensor, size: int) -> Tensor:
+    """Of groups of ``size`` columns."""
+    padded = F.pad(scores_TS, (0, -scores_TS.shape[1] % size), value=-torch.inf)
+    return padded.unflatten(1, (-1, size)).amax(2)
 
 
 def _weigh(dot_TIS: Tensor, w_TI: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """latent: norm, rotation and cast of cache rows and queries as one operation (sections 2, 3, 8)."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from cedar.ops.kv_write import RowWrite
 from cedar.quant import BlockFormat
 
-__all__ = ["Latent", "LatentWrite"]
+__all__ = ["Append", "InPlace", "Latent", "LatentWrite", "Latents"]
 
 
 class Latent(Protocol):
@@ -15,6 +15,7 @@ class Latent(Protocol):
 
     ``[T, ..., W]``: `cedar.ops.norm.RmsNorm` (with a weight), `cedar.ops.rope.Rotate`,
     `cedar.ops.cast.Cast` (with a format), one after the other, each rounded to the type of ``x``.
+    Bytes: ``2 W`` values a row.
     """
 
     def __call__(
@@ -34,3 +35,32 @@ class LatentWrite(Protocol):
     def __call__(
         self, write: RowWrite, weight: Tensor | None, eps: float, rotary: tuple[Tensor, Tensor]
     ) -> None: ...
+
+
+class InPlace(NamedTuple):
+    """Rows ``x [T, ..., W]`` that `Latent` replaces. Bytes: ``2 W`` values a row, or ``2 r`` where
+    they are only rotated."""
+
+    x: Tensor
+    weight: Tensor | None
+    rotary: tuple[Tensor, Tensor]
+    format: BlockFormat | None = None
+    inverse: bool = False
+
+
+class Append(NamedTuple):
+    """Rows that `LatentWrite` puts into a cache; their number may be negative: not written.
+    Bytes: ``W`` values and a packed row each."""
+
+    write: RowWrite
+    weight: Tensor | None
+    rotary: tuple[Tensor, Tensor]
+
+
+class Latents(Protocol):
+    """``latents(jobs, eps)``: several of both kinds, in one launch where there is a kernel.
+
+    No job may read what another one writes. Without gradients.
+    """
+
+    def __call__(self, jobs: tuple[InPlace | Append, ...], eps: float) -> None: ...

@@ -5,11 +5,12 @@ from torch import Tensor
 from cedar.ops.cast.reference import cast
 from cedar.ops.kv_write import RowWrite
 from cedar.ops.kv_write.reference import kv_write
+from cedar.ops.latent import Append, InPlace
 from cedar.ops.norm.reference import rms_norm
 from cedar.ops.rope.reference import rotate
 from cedar.quant import BlockFormat
 
-__all__ = ["latent", "latent_write"]
+__all__ = ["latent", "latent_write", "latents"]
 
 
 def latent(
@@ -30,3 +31,11 @@ def latent_write(
     write: RowWrite, weight: Tensor | None, eps: float, rotary: tuple[Tensor, Tensor]
 ) -> None:
     kv_write((write._replace(values=latent(write.values, weight, eps, rotary, None)),))
+
+
+def latents(jobs: tuple[InPlace | Append, ...], eps: float) -> None:
+    for job in jobs:
+        if isinstance(job, Append):
+            latent_write(job.write, job.weight, eps, job.rotary)
+        else:
+            job.x.copy_(latent(job.x, job.weight, eps, job.rotary, job.format, job.inverse))

@@ -1,13 +1,48 @@
-"""select: which entries and which blocks a query keeps (sections 5 and 6).
+"""select: which entries and which blocks a query keeps (sections 5 and 6), and where they lie.
 
 Ties go to the lowest number, so a selection is a function of the scores alone.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["SelectBest", "SelectBlocks", "SelectEntries"]
+from cedar.ops.index_score import Scan
+
+__all__ = [
+    "Chosen",
+    "Place",
+    "PlaceEntries",
+    "SelectBest",
+    "SelectBlocks",
+    "SelectEntries",
+    "SelectPool",
+    "SelectScan",
+]
+
+
+class Place(NamedTuple):
+    """Where the cache holds the entries of each query: the page tables of the sequences.
+
+    table: int32 ``[sequences, pages]``; sequence: ``[T]``, the sequence of each query; per_page:
+    entries of a page.
+    """
+
+    table: Tensor
+    sequence_T: Tensor
+    per_page: int
+
+
+class Chosen(NamedTuple):
+    """A selection of each query, ascending, padded with −1.
+
+    entries: int64 ``[T, k]``; rows: int32 ``[T, k]``, where those lie (`PlaceEntries`), if asked
+    for; blocks: int64 ``[T, M]``, the candidate blocks, if asked for.
+    """
+
+    entries_TK: Tensor
+    rows_TK: Tensor | None
+    blocks_TM: Tensor | None
 
 
 class SelectEntries(Protocol):
@@ -38,3 +73,51 @@ class SelectBest(Protocol):
     """
 
     def __call__(self, best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor: ...
+
+
+class PlaceEntries(Protocol):
+    """``place(entries [T, k], where) -> int32 [T, k]``: the rows that hold these entries.
+
+    Entry e of a sequence is row ``table[sequence, e // per_page] * per_page + e % per_page`` of its
+    storage; −1 stays.
+    """
+
+    def __call__(self, entries_TK: Tensor, where: Place) -> Tensor: ...
+
+
+class SelectScan(Protocol):
+    """``select_scan(scan, visible [T], k, blocks, place) -> Chosen``: of a full layer's scan.
+
+    `SelectEntries` of its scores; with ``blocks``, `SelectBest` of so many of its blocks, too;
+    with ``place``, the rows of the entries.
+    """
+
+    def __call__(
+        self,
+        scan: Scan,
+        visible_T: Tensor,
+        k: int,
+        *,
+        blocks: int = 0,
+        place: Place | None = None,
+    ) -> Chosen: ...
+
+
+class SelectPool(Protocol):
+    """``select_pool(scores [T, M · block], best [T, M], blocks [T, M], block, k, place)``.
+
+    `SelectEntries` of the scores of `cedar.ops.index_score.IndexPool`, as the numbers of the
+    entries in their sequence: column c is entry ``blocks[c // block] * block + c % block``. The
+    blocks are ascending and padded with −1; best: their maxima.
+    """
+
+    def __call__(
+        self,
+        scores_TC: Tensor,
+        best_TM: Tensor,
+        blocks_TM: Tensor,
+        block: int,
+        k: int,
+        *,
+        place: Place | None = None,
+    ) -> Chosen: ...

@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor
 
-__all__ = ["select_best", "select_blocks", "select_entries"]
+from cedar.ops.index_score import Scan
+from cedar.ops.select import Chosen, Place
+
+__all__ = [
+    "place",
+    "select_best",
+    "select_blocks",
+    "select_entries",
+    "select_pool",
+    "select_scan",
+]
 
 
 def select_entries(scores_TS: Tensor, k: int, visible_T: Tensor | None = None) -> Tensor:
@@ -36,6 +46,46 @@ def select_best(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tenso
     columns = torch.arange(best_TM.shape[1], device=best_TM.device) * block
     behind = columns >= visible_T.unsqueeze(1)
     return _pinned(best_TM.masked_fill(behind, -torch.inf), visible_T, block, k)
+
+
+def place(entries_TK: Tensor, where: Place) -> Tensor:
+    table, sequence_T, per_page = where
+    pages = table[sequence_T.long().unsqueeze(1), entries_TK.clamp_min(0) // per_page]
+    rows = pages * per_page + entries_TK % per_page
+    return rows.where(entries_TK >= 0, -1).to(torch.int32)
+
+
+def select_scan(
+    scan: Scan, visible_T: Tensor, k: int, *, blocks: int = 0, place: Place | None = None
+) -> Chosen:
+    entries = select_entries(scan.scores_TS, k, visible_T)
+    kept = None
+    if blocks:
+        if scan.best_TM is None:
+            raise ValueError("blocks are selected by their maxima: scan with a block")
+        kept = select_best(scan.best_TM, visible_T, scan.block, blocks)
+    return Chosen(entries, _rows(entries, place), kept)
+
+
+def select_pool(
+    scores_TC: Tensor,
+    best_TM: Tensor,
+    blocks_TM: Tensor,
+    block: int,
+    k: int,
+    *,
+    place: Place | None = None,
+) -> Chosen:
+    del best_TM  # only kernels save work by them
+    columns = select_entries(scores_TC, k)
+    there = columns.clamp_min(0)
+    entries = blocks_TM.gather(1, there // block) * block + there % block
+    entries = entries.where(columns >= 0, -1)
+    return Chosen(entries, _rows(entries, place), None)
+
+
+def _rows(entries_TK: Tensor, where: Place | None) -> Tensor | None:
+    return None if where is None else place(entries_TK, where)
 
 
 def _pinned(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
