@@ -87,7 +87,7 @@ def no_clamp() -> Ops:
     def experts(*args: object, limit: float, **kwargs: object) -> Tensor:
         return OPS.experts(*args, limit=torch.inf, **kwargs)
 
-    return with_operations(OPS, experts=experts, swiglu=lambda g, u, _: OPS.swiglu(g, u, torch.inf))
+    return with_operations(OPS, experts=experts)
 
 
 def no_sink() -> Ops:
@@ -98,13 +98,16 @@ def no_sink() -> Ops:
 
 
 def weight_after_w2() -> Ops:
-    def experts(x: Tensor, numbers: Tensor, weights: Tensor, *args: object, **kwargs) -> Tensor:
+    def experts(
+        x: Tensor, numbers: Tensor, weights: Tensor, *args: object, shared: object, **kwargs: object
+    ) -> Tensor:
         one = torch.ones_like(weights[:, :1])
         outputs = [
             OPS.experts(x, numbers[:, a : a + 1], one, *args, **kwargs) * weights[:, a : a + 1]
             for a in range(numbers.shape[1])
         ]
-        return torch.stack(outputs).sum(0)
+        every = OPS.experts(x, numbers, 0 * weights, *args, shared=shared, **kwargs)
+        return torch.stack(outputs).sum(0) + every
 
     return with_operations(OPS, experts=experts)
 

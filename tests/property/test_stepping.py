@@ -16,7 +16,7 @@ from torch import Tensor
 from cedar.cache.layout import KVLayout
 from cedar.engine.runner import Decoding, Replay, Runner
 from cedar.engine.runner_protocol import Work
-from cedar.engine.stepping import _Numbers, _Size
+from cedar.engine.stepping import _Size, _StepNumbers
 from cedar.errors import CapacityError
 from cedar.model import Model
 from cedar.ops import with_operations
@@ -144,7 +144,7 @@ def test_padding_reads_and_writes_nothing(model: Model) -> None:
     store = runner.store
     rings = [ring.clone() for ring in store._every_ring()]
     pages = [store.read_page(page) for page in range(store.num_pages)]
-    numbers = _Numbers(_Size(4, 4), torch.device("cpu"))
+    numbers = _StepNumbers(_Size(4, 4), torch.device("cpu"))
     with torch.inference_mode():
         output = model.step(
             numbers.input(), store.arrays, most_queries=4, most_tokens=PAGE * PAGES, drafts=True

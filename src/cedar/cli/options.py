@@ -55,13 +55,14 @@ class ModelOptions:
         ),
     ] = "auto"
     packed: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--packed",
-            help="Keep quantised weights packed: little memory, slower.",
+            "--packed/--dequantized",
+            help="Keep quantised weights packed (little memory; slower without kernels) or not. "
+            "Default: packed where kernels run.",
             rich_help_panel=_MODEL,
         ),
-    ] = False
+    ] = None
     mapped_engram: Annotated[
         bool,
         typer.Option(

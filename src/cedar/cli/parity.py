@@ -25,6 +25,10 @@ def command(
     prefix: Annotated[
         str, typer.Option(metavar="NAME", help="Only sets whose name starts with this.")
     ] = "",
+    device: Annotated[
+        str,
+        typer.Option(help='"cuda" compares what a GPU computes, kernels included.'),
+    ] = "cpu",
 ) -> None:
     """Compare this implementation with every golden set in a directory.
 
@@ -36,13 +40,17 @@ def command(
     from rich.console import Console
 
     from cedar.analysis.parity import run_parity
+    from cedar.cli.options import parse_device
 
+    place = parse_device(device)
     torch.set_num_threads(1)  # the tensors are so small that threads only wait for each other
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     with console.status("reading") as status:
-        report = run_parity(directory, prefix, on_set=lambda name: status.update(name))
+        report = run_parity(
+            directory, prefix, device=place, on_set=lambda name: status.update(name)
+        )
     console.print(_table(report))
     summary = report.summary()
     verdict = f"{summary['failed']} of {summary['compared']} comparisons failed"

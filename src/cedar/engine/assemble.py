@@ -195,14 +195,18 @@ def _decoding(loaded: LoadedModel, config: EngineConfig) -> Decoding:
     on_gpu = loaded.device.type == "cuda"
     if config.decoding == Decoding.GRAPHS and not on_gpu:
         raise ConfigError(
-            f'engine: decoding is "graphs", but the model is on {loaded.device}. CUDA graphs need a '
-            'CUDA device; use "auto".'
+            f'engine: decoding is "graphs", but the model is on {loaded.device}. CUDA graphs need '
+            'a CUDA device; use "auto".'
         )
     if config.decoding != "auto":
         return Decoding(config.decoding)
     kernels = on_gpu and loaded.model.ops.has_kernels
     # Kernels are written for bfloat16; the plain operations behind others ask the device.
-    return Decoding.GRAPHS if kernels and loaded.model.compute_dtype is torch.bfloat16 else Decoding.HOST
+    return (
+        Decoding.GRAPHS
+        if kernels and loaded.model.compute_dtype is torch.bfloat16
+        else Decoding.HOST
+    )
 
 
 def _fingerprint(loaded: LoadedModel, layout: KVLayout, replay: Replay) -> bytes:

@@ -36,13 +36,14 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
     mapped_engram: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint directory, or a bundled checkpoint by name.
 
     dtype: of activations and unquantised weights; default float32 on a CPU, bfloat16 elsewhere.
-    packed: keep quantised weights as codes (little memory) instead of dequantising them once.
+    packed: keep quantised weights as codes (little memory) instead of dequantising them once; by
+    default where kernels multiply by codes.
     mapped_engram: leave the Engram tables on disk and read rows as they are needed.
     Raises `CheckpointError`, `ConfigError` or `DataError` for what does not fit.
     """
@@ -52,6 +53,9 @@ def load_model(
     place = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    ops = select_ops(place)
+    if packed is None:
+        packed = ops.has_kernels and dtype is torch.bfloat16
     checkpoint = Checkpoint.open(directory)
     storage = WeightStorage.PLAIN
     if checkpoint.storage == "fp8fp4":
@@ -63,7 +67,7 @@ def load_model(
             tables[layer] = MappedTable(checkpoint, f"{stem}.weight", f"{stem}.scale")
     model = Model(
         config,
-        ops=select_ops(place),
+        ops=ops,
         storage=storage,
         dtype=dtype,
         device=place,

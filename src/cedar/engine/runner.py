@@ -227,6 +227,9 @@ class Runner:
         """Draft a block after the newest token of each sequence, which is not stored yet."""
         with torch.inference_mode():
             tokens = torch.tensor(list(first), device=self._device)
+            if self._stepper is not None:
+                output = self._stepper.draft(slots, first)
+                return self.model.draft.finish(output, tokens, choose)
             return self.model.draft_propose(tokens, tuple(slots), self.store, choose)
 
     def decoder_start(self, work: Work) -> int:

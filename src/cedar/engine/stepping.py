@@ -7,7 +7,7 @@ writes nothing. Between two passes one copy goes to the device, and logits come 
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,16 +15,45 @@ from torch import Tensor
 from cedar.cache.paged import PagedKV
 from cedar.config.plan import Half
 from cedar.engine.runner_protocol import Work
+from cedar.errors import RequestError
 from cedar.model import Model
+from cedar.model.draft import DraftOutput
 from cedar.model.model import StepOutput
-from cedar.model.step import StepInput
+from cedar.model.step import DraftInput, StepInput
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "record"]
 
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T")
+N = TypeVar("N")
+
 _MOST_SEQUENCES = 256
+_NO_DRAFT = (0, -1, -1, 0)  # padding
 _WARM_UPS = 2  # compile kernels, and let libraries choose theirs
+
+
+def record(step: Callable[[], T], device: torch.device, pool: Any = None) -> Callable[[], T]:
+    """A function that replays a pass; its results lie where those of the last replay did.
+
+    The pass runs while it is recorded: its input should be padding, or harmless. pool: memory that
+    several recordings share, none of which is in use when another one runs.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        output = step()
+
+    def replay() -> T:
+        graph.replay()
+        return output
+
+    return replay
 
 
 class _Size(NamedTuple):
@@ -48,7 +77,8 @@ class Stepper:
         self._model, self._store = model, store
         self._drafts, self._graphs = drafts, graphs
         self._device = store.arrays.history.device
-        self._passes: dict[_Size, _Pass] = {}
+        self._passes: dict[_Size, _Pass[_StepNumbers, StepOutput]] = {}
+        self._drafts_of: dict[int, _Pass[_Numbers, DraftOutput]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     def fits(self, work: Sequence[Work]) -> bool:
@@ -86,9 +116,28 @@ class Stepper:
             output.logits[:count].clone(), None if selected is None else selected[:count].clone()
         )
 
-    def _prepare(self, size: _Size) -> "_Pass":
+    def draft(self, slots: Sequence[int], first: Sequence[int]) -> DraftOutput:
+        """What is drafted from after the newest tokens of sequences, which are not stored yet."""
+        store = self._store
+        for slot in slots:
+            if store.window_length(slot, Half.DRAFT) == 0:
+                raise RequestError(f"slot {slot} has no main state to draft from")
+        count = 1 << (len(slots) - 1).bit_length()
+        if count not in self._drafts_of:
+            self._drafts_of[count] = self._prepare_draft(count)
+        found = self._drafts_of[count]
+        rows = [
+            (token, slot, store.length(slot, Half.DRAFT) - 1, store.window_start(slot, Half.DRAFT))
+            for token, slot in zip(first, slots, strict=True)
+        ]
+        found.numbers.write([*rows, *[_NO_DRAFT] * (count - len(rows))])
+        output = found.run()
+        n = len(slots)
+        return DraftOutput(output.hidden_NBD[:n].clone(), output.logits_NBV[:n].clone(), ())
+
+    def _prepare(self, size: _Size) -> "_Pass[_StepNumbers, StepOutput]":
         store, arrays = self._store, self._store.arrays
-        numbers = _Numbers(size, self._device)
+        numbers = _StepNumbers(size, self._device)
 
         def step() -> StepOutput:
             return self._model.step(
@@ -99,52 +148,61 @@ class Stepper:
                 drafts=self._drafts,
             )
 
+        return _Pass(numbers, self._recorded(step))
+
+    def _prepare_draft(self, count: int) -> "_Pass[_Numbers, DraftOutput]":
+        numbers = _Numbers((count, 4), self._device)
+        numbers.write([_NO_DRAFT] * count)
+
+        def step() -> DraftOutput:
+            return self._model.draft_step(DraftInput(*numbers.device.unbind(1)), self._store.arrays)
+
+        return _Pass(numbers, self._recorded(step))
+
+    def _recorded(self, step: Callable[[], T]) -> Callable[[], T]:
         if not self._graphs:
-            return _Pass(numbers, step)
+            return step
         try:
-            return _Pass(numbers, self._record(step))
+            return record(step, self._device, self._pool)
         except RuntimeError as error:
             _LOG.warning(
                 "decoding goes on without CUDA graphs, because a pass cannot be recorded: %s", error
             )
             self._graphs = False
-            return _Pass(numbers, step)
-
-    def _record(self, step: Callable[[], StepOutput]) -> Callable[[], StepOutput]:
-        # Nothing but padding is run here, so the cache stays as it is.
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = step()
-
-        def replay() -> StepOutput:
-            graph.replay()
-            return output
-
-        return replay
+            return step
 
 
-class _Pass(NamedTuple):
+class _Pass(NamedTuple, Generic[N, T]):
     """A pass of one size: its input, and what runs it."""
 
-    numbers: "_Numbers"
-    run: Callable[[], StepOutput]
+    numbers: N
+    run: Callable[[], T]
 
 
 class _Numbers:
-    """The numbers of a `StepInput`, on the host and on the device, one after the other."""
+    """Integers of a pass, on the host and on the device."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.host = torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device = torch.empty(shape, dtype=torch.int64, device=device)
+
+    def write(self, rows: Sequence[Sequence[int]]) -> None:
+        """For another pass. The one before has to be through; its results say so."""
+        self.host.copy_(torch.tensor(rows))
+        self.send()
+
+    def send(self) -> None:
+        """Copy to the device."""
+        self.device.copy_(self.host, non_blocking=True)
+
+
+class _StepNumbers(_Numbers):
+    """Those of a `StepInput`, one part after the other."""
 
     def __init__(self, size: _Size, device: torch.device) -> None:
         self._size = size
-        count = (4 + len(Half)) * size.tokens + 2 * size.sequences + 1
-        self._host = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.empty(count, dtype=torch.int64, device=device)
-        self._write([], [])
+        super().__init__(((4 + len(Half)) * size.tokens + 2 * size.sequences + 1,), device)
+        self._fill([], [])
 
     def _parts(self, numbers: Tensor) -> tuple[Tensor, ...]:
         tokens, sequences = self._size.tokens, self._size.sequences
@@ -152,7 +210,7 @@ class _Numbers:
 
     def input(self) -> StepInput:
         """On the device, as the pass reads it."""
-        tokens, positions, slots, sequence, starts, first, slot = self._parts(self._device)
+        tokens, positions, slots, sequence, starts, first, slot = self._parts(self.device)
         return StepInput(
             tokens_T=tokens,
             positions_T=positions,
@@ -164,11 +222,11 @@ class _Numbers:
         )
 
     def fill(self, work: Sequence[Work], store: PagedKV) -> None:
-        """For another pass. The one before has to be through; its results say so."""
-        self._write(work, [[store.window_start(item.slot, half) for half in Half] for item in work])
+        """For another pass."""
+        self._fill(work, [[store.window_start(item.slot, half) for half in Half] for item in work])
 
-    def _write(self, work: Sequence[Work], window_starts: Sequence[Sequence[int]]) -> None:
-        tokens, positions, slots, sequence, starts, first, slot = self._parts(self._host)
+    def _fill(self, work: Sequence[Work], window_starts: Sequence[Sequence[int]]) -> None:
+        tokens, positions, slots, sequence, starts, first, slot = self._parts(self.host)
         starts = starts.view(len(Half), -1)
         stop = 0
         for n, (item, own) in enumerate(zip(work, window_starts, strict=True)):
@@ -181,4 +239,4 @@ class _Numbers:
         tokens[stop:], positions[stop:], slots[stop:], sequence[stop:] = 0, -1, -1, 0
         starts[:, stop:] = 0
         first[len(work) :], slot[len(work) :] = stop, 0
-        self._device.copy_(self._host, non_blocking=True)
+        self.send()

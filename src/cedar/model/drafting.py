@@ -15,7 +15,10 @@ from cedar.model.draft import DraftHead, DraftOutput, DraftProposal
 from cedar.model.forward import ForwardContext
 from cedar.model.layout import positions, rotary, window_slots
 from cedar.model.linear import Weight
-from cedar.ops.sparse_attention import Rows
+from cedar.model.step import DraftInput
+from cedar.ops.main_kv import KVArrays
+from cedar.ops.sparse_attention import PackedRows, Rows
+from cedar.quant import FP8_ROW
 
 __all__ = ["Drafting", "greedy"]
 
@@ -88,6 +91,24 @@ class Drafting(Contexts):
             self.logits,
         )
         return draft.finish(output, first_N, choose)
+
+    def draft_step(self, step: DraftInput, arrays: KVArrays) -> DraftOutput:
+        """What `DraftHead.finish` drafts from, of sequences whose places the device knows."""
+        draft = self.draft
+        rings = [arrays.rings[layer] for layer in draft.attentions()]
+        places = self.ops.window_places(
+            step.slots_N, step.newest_N, step.starts_N, self.config.window_size, rings[0].shape[1]
+        )
+        # Oldest first, as everywhere, so that sums are the same.
+        places = places.flip(1)
+        return draft.run(
+            draft.block_tokens(step.first_N),
+            step.newest_N,
+            tuple(PackedRows(ring.flatten(0, 1), places, FP8_ROW) for ring in rings),
+            self.frequencies_window,
+            self.embed_tokens,
+            self.logits,
+        )
 
     def draft_train(
         self, taps_TX: Tensor, batch: Batch, anchors_N: Tensor, first_N: Tensor

@@ -4,7 +4,7 @@ A selection carries no gradient. What trains the indexer is its own loss, so its
 detached: the loss reaches index queries, keys and weights and nothing else.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class Indexer(nn.Module):
             )
             blocks = self.pool_blocks if builds else 0
             parts.append(self.ops.select_scan(scan, visible, self.topk, blocks=blocks, place=place))
-        return Chosen(*(_joined(each) for each in zip(*parts, strict=True)))
+        return parts[0] if len(parts) == 1 else Chosen(*map(_joined, *parts))
 
     def _select_flat(
         self,
@@ -217,6 +217,6 @@ class Indexer(nn.Module):
         return out
 
 
-def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+def _joined(*parts: Tensor | None) -> Any:
     known = [part for part in parts if part is not None]
-    return torch.cat(known) if len(known) > 1 else (known[0] if known else None)
+    return torch.cat(known) if known else None

@@ -36,20 +36,14 @@ class _RoutedExperts(nn.Module):
 
 
 class _SharedExpert(nn.Module):
-    """One expert that every token visits; several shared experts are one wider one."""
+    """Weights of the expert that every token visits; several shared experts are one wider one."""
 
     def __init__(self, config: ModelConfig, spec: BuildSpec) -> None:
         super().__init__()
-        self.ops = spec.ops
-        self.limit = config.swiglu_limit
         inner = config.moe_inter_dim * config.n_shared_experts
         self.w1 = Linear(config.dim, inner, FP8_BLOCK, spec)
         self.w2 = Linear(inner, config.dim, FP8_BLOCK, spec)
         self.w3 = Linear(config.dim, inner, FP8_BLOCK, spec)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.ops.swiglu(self.w1(x), self.w3(x), self.limit)
-        return self.w2(hidden.to(x.dtype))
 
 
 class MoE(nn.Module):
@@ -73,37 +67,35 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor, open_T: Tensor | None) -> Routing:
         """Choose experts; ``open_T`` is False on image-span tokens (None: text only)."""
-        logits = self.ops.wide_linear(x_TD, self.gate.weight) / self.gate_temp
         bias: Tensor = self.gate.bias
         if open_T is not None:
             bias = torch.where(open_T.unsqueeze(1), self.gate.bias, self.gate.bias_vl)
-        return self.ops.route(
-            logits,
+        return self.ops.router(
+            x_TD,
+            self.gate.weight,
             bias,
             self.active,
+            temp=self.gate_temp,
             score_func=self.score_func,
             normalize=self.normalize,
             route_scale=self.route_scale,
         )
 
-    def apply_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Routed sum (float32) plus the shared expert, in the type of ``x``."""
-        w1 = self.experts.w1
-        routed = self.ops.experts(
+    def forward(self, x_TD: Tensor, open_T: Tensor | None) -> tuple[Tensor, Routing]:
+        routing = self.route(x_TD, open_T)
+        own, shared = self.experts, self.shared_experts
+        y_TD = self.ops.experts(
             x_TD,
             routing.experts_TA,
             routing.weights_TA,
-            w1.value(),
-            self.experts.w2.value(),
-            self.experts.w3.value(),
+            own.w1.value(),
+            own.w2.value(),
+            own.w3.value(),
             limit=self.limit,
-            input_format=w1.input_format,
+            input_format=own.w1.input_format,
+            shared=(shared.w1.value(), shared.w2.value(), shared.w3.value()),
         )
-        return (routed + self.shared_experts(x_TD).to(routed.dtype)).to(x_TD.dtype)
-
-    def forward(self, x_TD: Tensor, open_T: Tensor | None) -> tuple[Tensor, Routing]:
-        routing = self.route(x_TD, open_T)
-        return self.apply_experts(x_TD, routing), routing
+        return y_TD, routing
 
 
 def balance_loss(routing: Routing, ctx: ForwardContext) -> Tensor:

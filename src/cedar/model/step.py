@@ -23,7 +23,7 @@ from cedar.ops.main_kv import KVArrays, PackedMain
 from cedar.ops.sparse_attention import PackedRows
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW
 
-__all__ = ["StepContext", "StepInput"]
+__all__ = ["DraftInput", "StepContext", "StepInput"]
 
 
 class StepInput(NamedTuple):
@@ -42,6 +42,19 @@ class StepInput(NamedTuple):
     first: Tensor
     sequence_slot: Tensor
     starts: Tensor
+
+
+class DraftInput(NamedTuple):
+    """Sequences to draft for, on the device: all int64 ``[N]``, padding with slot −1.
+
+    first: the newest token, which is not stored yet. newest: the position of the newest main state.
+    starts: the first position whose main state the draft rings hold.
+    """
+
+    first_N: Tensor
+    slots_N: Tensor
+    newest_N: Tensor
+    starts_N: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

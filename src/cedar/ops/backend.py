@@ -7,12 +7,12 @@ shape beyond its limits) hands them to the plain implementation.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,8 +27,8 @@ from cedar.ops.engram_hash import EngramHash, EngramIds
 from cedar.ops.engram_hash import reference as engram_hash
 from cedar.ops.engram_rows import EngramRows
 from cedar.ops.engram_rows.reference import engram_rows
-from cedar.ops.experts import Experts, Swiglu
-from cedar.ops.experts import reference as experts
+from cedar.ops.experts import Experts
+from cedar.ops.experts.reference import experts
 from cedar.ops.index_score import IndexPool, IndexScan, IndexScore, IndexScoreRows
 from cedar.ops.index_score import reference as index_score
 from cedar.ops.latent import Latent, Latents
@@ -41,8 +41,8 @@ from cedar.ops.norm import RmsNorm
 from cedar.ops.norm import reference as norm
 from cedar.ops.rope import Rotate
 from cedar.ops.rope import reference as rope
-from cedar.ops.route import Route
-from cedar.ops.route import reference as route
+from cedar.ops.route import Router
+from cedar.ops.route.reference import router
 from cedar.ops.select import (
     SelectBest,
     SelectBlocks,
@@ -104,9 +104,8 @@ class Ops:
     engram_ids: EngramIds
     engram_rows: EngramRows
     engram_gate: EngramGate
-    route: Route
+    router: Router
     experts: Experts
-    swiglu: Swiglu
     choices: tuple[OpChoice, ...] = ()
 
     @property
@@ -117,14 +116,6 @@ class Ops:
     def describe(self) -> tuple[OpChoice, ...]:
         """What was chosen for every operation, and why not something faster."""
         return self.choices
-
-
-class _Kernel(NamedTuple):
-    """A kernel of an operation, and what is worth knowing about it."""
-
-    call: Callable[..., Any]
-    implementation: str
-    reason: str
 
 
 _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -155,9 +146,8 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "engram_ids": engram_hash.engram_ids,
         "engram_rows": engram_rows,
         "engram_gate": engram_gate.engram_gate,
-        "route": route.route,
-        "experts": experts.experts,
-        "swiglu": experts.swiglu,
+        "router": router,
+        "experts": experts,
     }
 )
 
@@ -183,37 +173,34 @@ def with_operations(ops: Ops, **changes: Any) -> Ops:
     return replace(changed, **again)
 
 
-def select_ops(device: torch.device | str = "cpu", *, kernels: bool | None = None) -> Ops:
+def select_ops(device: torch.device | str = "cpu", *, kernels: bool = True) -> Ops:
     """The implementation of every operation for ``device``.
 
-    Plain PyTorch runs on every device. With ``kernels`` they take its place where they are written
-    for the device. Each has been compared with its reference there, but whole models on them have
-    not, so they have to be asked for.
+    Plain PyTorch runs on every device. Kernels take its place where they are written for the
+    device, unless ``kernels`` is False.
     """
     place = torch.device(device)
-    found: Mapping[str, _Kernel] = {}
+    parts = SimpleNamespace(**_PLAIN)
+    chosen: dict[str, Any] = {**_PLAIN, **{k: partial(f, parts) for k, f in _COMPOSED.items()}}
+    found: Mapping[str, Any] = {}
     why_not = _obstacle(place)
     if why_not is None and not kernels:
-        why_not = "plain PyTorch unless kernels are asked for: select_ops(kernels=True)"
+        why_not = "plain PyTorch was asked for: select_ops(kernels=False)"
     if why_not is None:
-        found = _triton_kernels(torch.cuda.get_device_capability(place) == (9, 0))
+        hopper = torch.cuda.get_device_capability(place) == (9, 0)
+        found = import_module("cedar.ops.kernels").kernels(hopper=hopper)
+        chosen |= {name: kernel.call for name, kernel in found.items()}
         why_not = (
             f"no kernel for it yet (Triton {import_module('triton').__version__} is installed); "
             "plain PyTorch runs on every device"
         )
-    choices = []
-    chosen: dict[str, Any] = dict(_PLAIN)
-    parts = SimpleNamespace(**_PLAIN)
-    chosen |= {name: partial(f, parts) for name, f in _COMPOSED.items()}
-    for name in (field.name for field in fields(Ops) if field.name != "choices"):
-        kernel = found.get(name)
-        if kernel is not None:
-            chosen[name] = kernel.call
-        implementation, reason = (
-            ("reference", why_not) if kernel is None else (kernel.implementation, kernel.reason)
-        )
-        choices.append(OpChoice(op=name, implementation=implementation, reason=reason))
-    return Ops(**chosen, choices=tuple(choices))
+    choices = tuple(
+        OpChoice(op=name, implementation="triton", reason=found[name].note)
+        if name in found
+        else OpChoice(op=name, implementation="reference", reason=why_not)
+        for name in chosen
+    )
+    return Ops(**chosen, choices=choices)
 
 
 def _obstacle(device: torch.device) -> str | None:
@@ -231,43 +218,3 @@ def _obstacle(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the kernels need Triton, which is not installed (the extra cedar-lm[triton])"
     return None
-
-
-def _triton_kernels(hopper: bool) -> dict[str, _Kernel]:
-    from cedar.ops.experts.packed import experts as packed_experts
-    from cedar.ops.index_score import triton as index_kernels
-    from cedar.ops.mhc import triton as mhc_kernels
-    from cedar.ops.select import triton as select_kernels
-    from cedar.ops.sparse_attention import triton as attention_kernels
-
-    def by_hand(module: Any) -> str:
-        """Whether the released shape has a kernel of its own here, or why it has not."""
-        if not hopper:
-            return "; the one for the released shape is for compute capability 9.0"
-        if module.hopper is None:
-            return "; this Triton lacks Gluon, which the one for the released shape needs"
-        return "; at the released shape one written for Hopper by hand (Gluon)"
-
-    scores = "reads packed index keys in place" + by_hand(index_kernels)
-    choose = "exact, ties to the lowest number"
-    return {
-        "sparse_attention": _Kernel(
-            attention_kernels.sparse_attention,
-            "triton",
-            "reads packed rows in place; forward only" + by_hand(attention_kernels),
-        ),
-        "index_scan": _Kernel(index_kernels.index_scan, "triton", scores),
-        "index_pool": _Kernel(index_kernels.index_pool, "triton", scores),
-        "select_entries": _Kernel(select_kernels.select_entries, "triton", choose),
-        "select_blocks": _Kernel(select_kernels.select_blocks, "triton", choose),
-        "select_best": _Kernel(select_kernels.select_best, "triton", choose),
-        "experts": _Kernel(
-            packed_experts,
-            "triton",
-            "reads packed FP4 weights in place; forward only; by hand (Gluon) for widths of whole "
-            "128s on compute capability 9.0",
-        ),
-        "mhc_step": _Kernel(
-            mhc_kernels.MhcStepKernel(), "triton", "one launch a sublayer; forward only, 4 streams"
-        ),
-    }

@@ -28,16 +28,18 @@ def run_parity(
     prefix: str = "",
     *,
     ops: Ops | None = None,
+    device: torch.device | str = "cpu",
     on_set: Callable[[str], None] | None = None,
 ) -> Report:
     """Compare with every golden set of ``directory`` whose name starts with ``prefix``.
 
-    ops: what the models are built with (None: what `select_ops` chooses for a CPU). on_set is
-    told the name of each set before it is compared. Raises `DataError` where there is no set;
-    everything that is wrong with a set is a failed line of the report.
+    device: where models run and values are compared. ops: what the models are built with (None:
+    what `select_ops` chooses for the device). on_set is told the name of each set before it is
+    compared. Raises `DataError` where there is no set; everything that is wrong with a set is a
+    failed line of the report.
     """
     sets, unknown = find_sets(directory, prefix)
-    golden = Golden(directory, ops)
+    golden = Golden(directory, ops or select_ops(device), torch.device(device))
     lines: list[Comparison] = []
     for which in sets:
         if on_set is not None:
@@ -57,7 +59,7 @@ def _compare_set(golden: Golden, which: GoldenSet) -> tuple[Comparison, ...]:
         grids = which.kind == GRIDS
         file = GoldenFile(which.name, {}, golden.sidecar(which.name)) if grids else None
         judge = Judge(file or golden.file(which.name))
-        with torch.no_grad():
+        with torch.no_grad(), golden.device:
             _dispatch(judge, golden, which)
     except CedarError as error:
         judge.fail("(the set)", str(error))
@@ -79,6 +81,6 @@ def _dispatch(judge: Judge, golden: Golden, which: GoldenSet) -> None:
     elif which.kind == "vision":
         compare_vision(judge, golden, which)
     elif which.kind in UNIT_SETS:
-        UNIT_SETS[which.kind](judge, golden, golden.ops or select_ops())
+        UNIT_SETS[which.kind](judge, golden, golden.ops)
     else:
         compare_expectation(judge, golden, which)

@@ -24,7 +24,7 @@ from cedar.model.forward import ForwardContext
 from cedar.model.indexer import Indexer, IndexQuery
 from cedar.model.layer import Layer
 from cedar.model.linear import Linear, Norm
-from cedar.ops.main_kv import FlatMain, MainKV
+from cedar.ops.main_kv import FlatMain, MainKV, PackedMain
 
 __all__ = ["compare_blocks"]
 
@@ -64,6 +64,7 @@ class _FixedSelection(nn.Module):
         self.own, self.own_pool = self.inner.select(query, main, shared, ctx)
         selection = self.own
         if self.entries is not None:
+            assert not isinstance(main, PackedMain)  # golden blocks run on a store of numbers
             selection = Selection(self.own.layer, self.entries, main.select(self.entries))
         return selection, self.own_pool if self.pool is None else self.pool
 
@@ -138,7 +139,7 @@ class _Blocks:
             main = self.main(plan.kv_source) or main
         if plan.topk_source is not None and plan.topk_source != plan.index:
             entries = self.entries(plan.topk_source)
-            if entries is not None and main is not None:
+            if entries is not None and isinstance(main, FlatMain):
                 selection = Selection(plan.topk_source, entries, main.select(entries))
         if plan.candidate_source is not None:
             pool = self.pool(plan.candidate_source) or pool

@@ -101,11 +101,12 @@ class GoldenFile:
 class Golden:
     """A directory of golden files, with what was loaded of it so far.
 
-    ops: what the models are built with (None: what `select_ops` chooses).
+    ops: what the models are built with, for ``device``, where the tensors are put.
     """
 
     directory: Path
-    ops: Ops | None = None
+    ops: Ops
+    device: torch.device
     _files: dict[str, GoldenFile] = field(default_factory=dict)
     _models: dict[tuple[str, torch.dtype], Model] = field(default_factory=dict)
 
@@ -117,7 +118,7 @@ class Golden:
         """Tensors and sidecar of ``<name>.safetensors``; raises a `CedarError` if it is damaged."""
         if name not in self._files:
             with Checkpoint.open(self.directory / f"{name}.safetensors") as reader:
-                tensors = {key: reader.read(key) for key in reader.specs}
+                tensors = {key: reader.read(key).to(self.device) for key in reader.specs}
             self._files[name] = GoldenFile(name, tensors, self.sidecar(name))
         return self._files[name]
 
@@ -178,6 +179,7 @@ class Golden:
             model = Model(
                 config,
                 ops=self.ops,
+                device=self.device,
                 storage=WeightStorage.PLAIN if plain else WeightStorage.PACKED,
                 dtype=dtype,
                 token_map=token_map,

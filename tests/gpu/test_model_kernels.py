@@ -1,0 +1,130 @@
+"""Whole models on kernels and CUDA graphs: golden parity, and decoding under every plan."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from cedar.analysis.parity import run_parity
+from cedar.cache.layout import KVLayout
+from cedar.engine.assemble import EngineConfig, build_core
+from cedar.engine.build import LoadedModel, load_model
+from cedar.engine.core import EngineCore
+from cedar.engine.params import SamplingParams
+from cedar.engine.runner import Decoding, Runner
+from cedar.engine.runner_protocol import Work
+from cedar.ops import select_ops
+from cedar.testing.tiny import random_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SETS = ("mini_bf16.expect_fp32", "mini_fp8fp4.expect_fp32", "mini_bf16.expect_bf16",
+        "mini_fp8fp4.expect_bf16")  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
+@pytest.mark.parametrize("name", SETS)
+def test_golden_parity_on_the_device(name: str, kernels: bool) -> None:
+    report = run_parity(GOLDEN, name, device="cuda", ops=select_ops("cuda", kernels=kernels))
+    assert report.failures == ()
+
+
+@cache
+def loaded() -> LoadedModel:
+    found = load_model("cedar-tiny", device="cuda")
+    assert found.model.ops.has_kernels
+    return found
+
+
+PROMPT, PAGE = 300, 64
+
+
+def new_runner(decoding: Decoding, draft: bool = True) -> Runner:
+    layout = KVLayout.from_config(loaded().model.config, page_tokens=PAGE)
+    return Runner(loaded(), layout, num_pages=64, num_slots=4, draft=draft, decoding=decoding)
+
+
+def work(slot: int, start: int, count: int) -> Work:
+    text = random_tokens(loaded().model.config, PROMPT + 64, seed=slot)
+    return Work(
+        slot=slot,
+        tokens=tuple(text[start : start + count]),
+        start=start,
+        pages=tuple(range(slot * 16, slot * 16 + 16)),
+        wants_logits="all" if start else "last",
+        is_last_chunk=True,
+        prompt_tokens=PROMPT,
+    )
+
+
+def decoded(decoding: Decoding) -> list[torch.Tensor]:
+    runner = new_runner(decoding)
+    for slot in range(3):
+        runner.open(slot)
+    found = []
+    for batch in (
+        [work(slot, 0, PROMPT) for slot in range(3)],
+        [work(0, PROMPT, 1)],
+        [work(slot, PROMPT + (slot == 0), 1) for slot in range(3)],
+        [work(0, PROMPT + 2, 4), work(2, PROMPT + 1, 6)],
+        [work(slot, PROMPT + (6, 1, 7)[slot], 1) for slot in (2, 0, 1)],
+    ):
+        found += [result.logits for result in runner.execute(batch)]
+    proposal = runner.draft([0, 1, 2], [5, 6, 7])
+    return [*found, proposal.logits_NBV]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_graphs_change_nothing() -> None:
+    """Recorded passes give the bits of the same passes run as they are."""
+    plain, recorded = decoded(Decoding.DEVICE), decoded(Decoding.GRAPHS)
+    for number, (want, got) in enumerate(zip(plain, recorded, strict=True)):
+        assert torch.equal(got, want), number
+
+
+def test_decoding_on_kernels_is_decoding() -> None:
+    """As close to the host's plan in float32 on a CPU as plain PyTorch in bfloat16 is."""
+    on_kernels = decoded(Decoding.GRAPHS)
+    cpu = load_model("cedar-tiny", device="cpu")
+    with torch.inference_mode():
+        from cedar.model import Batch
+
+        text = random_tokens(cpu.model.config, PROMPT + 64, seed=0)
+        exact = cpu.model(Batch.pack([text[: PROMPT + 6]])).logits[PROMPT:]
+    rows = torch.cat([on_kernels[3], on_kernels[4], on_kernels[7]]).cpu()
+    assert error(rows, exact) < 0.1
+    assert (rows.argmax(-1) == exact.argmax(-1)).float().mean() > 0.8
+
+
+def texts(core: EngineCore, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        core.submit(core.request(prompt, params, id=str(number)))
+    found: dict[str, list[int]] = {}
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None, output.error
+            found.setdefault(output.id, []).extend(output.tokens)
+    return [found[str(number)] for number in range(len(prompts))]
+
+
+def test_drafts_change_no_greedy_text() -> None:
+    """Of 200 prompts, each alone in its step, so that both sides compute the same products."""
+    config = loaded().model.config
+    prompts = [random_tokens(config, 20 + 7 * (n % 40), seed=n) for n in range(200)]
+    found = []
+    for draft in (False, True):
+        core = build_core(
+            loaded(), EngineConfig(draft=draft, max_running=8, pool_tokens=16384, check=True)
+        )
+        found.append(texts(core, prompts, 24))
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    assert same == 200
