@@ -1,5 +1,6 @@
 """The assembly point of inference: checkpoint, tokenizer, Engram tables and model."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from cedar.model import Model, WeightStorage
 from cedar.ops import select_ops
 
 __all__ = ["LoadedModel", "load_model"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ def load_model(
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     ops = select_ops(place)
+    if place.type == "cuda" and not ops.has_kernels:
+        _LOG.warning("%s runs on plain PyTorch: %s", place, ops.describe()[0].reason)
     if packed is None:
         packed = ops.has_kernels and dtype is torch.bfloat16
     checkpoint = Checkpoint.open(directory)

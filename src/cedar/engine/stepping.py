@@ -7,10 +7,10 @@ writes nothing. Between two passes one copy goes to the device, and logits come 
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from cedar.cache.paged import PagedKV
 from cedar.config.plan import Half
@@ -130,7 +130,8 @@ class Stepper:
             (token, slot, store.length(slot, Half.DRAFT) - 1, store.window_start(slot, Half.DRAFT))
             for token, slot in zip(first, slots, strict=True)
         ]
-        found.numbers.write([*rows, *[_NO_DRAFT] * (count - len(rows))])
+        rows += [_NO_DRAFT] * (count - len(rows))
+        found.numbers.write(_columns(rows))
         output = found.run()
         n = len(slots)
         return DraftOutput(output.hidden_NBD[:n].clone(), output.logits_NBV[:n].clone(), ())
@@ -151,11 +152,12 @@ class Stepper:
         return _Pass(numbers, self._recorded(step))
 
     def _prepare_draft(self, count: int) -> "_Pass[_Numbers, DraftOutput]":
-        numbers = _Numbers((count, 4), self._device)
-        numbers.write([_NO_DRAFT] * count)
+        numbers = _Numbers(count * len(_NO_DRAFT), self._device)
+        numbers.write(_columns([_NO_DRAFT] * count))
 
         def step() -> DraftOutput:
-            return self._model.draft_step(DraftInput(*numbers.device.unbind(1)), self._store.arrays)
+            columns = numbers.device.view(-1, count)
+            return self._model.draft_step(DraftInput(*columns), self._store.arrays)
 
         return _Pass(numbers, self._recorded(step))
 
@@ -182,18 +184,14 @@ class _Pass(NamedTuple, Generic[N, T]):
 class _Numbers:
     """Integers of a pass, on the host and on the device."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.host = torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.device = torch.empty(shape, dtype=torch.int64, device=device)
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._host = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device = torch.empty(count, dtype=torch.int64, device=device)
 
-    def write(self, rows: Sequence[Sequence[int]]) -> None:
+    def write(self, numbers: list[int]) -> None:
         """For another pass. The one before has to be through; its results say so."""
-        self.host.copy_(torch.tensor(rows))
-        self.send()
-
-    def send(self) -> None:
-        """Copy to the device."""
-        self.device.copy_(self.host, non_blocking=True)
+        self._host.copy_(torch.tensor(numbers))
+        self.device.copy_(self._host, non_blocking=True)
 
 
 class _StepNumbers(_Numbers):
@@ -201,42 +199,40 @@ class _StepNumbers(_Numbers):
 
     def __init__(self, size: _Size, device: torch.device) -> None:
         self._size = size
-        super().__init__(((4 + len(Half)) * size.tokens + 2 * size.sequences + 1,), device)
-        self._fill([], [])
-
-    def _parts(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        tokens, sequences = self._size.tokens, self._size.sequences
-        return numbers.split([tokens] * 4 + [len(Half) * tokens, sequences + 1, sequences])
+        super().__init__((4 + len(Half)) * size.tokens + 2 * size.sequences + 1, device)
+        self._write([], [])
 
     def input(self) -> StepInput:
         """On the device, as the pass reads it."""
-        tokens, positions, slots, sequence, starts, first, slot = self._parts(self.device)
+        tokens, sequences = self._size.tokens, self._size.sequences
+        sizes = [tokens] * 4 + [len(Half) * tokens, sequences + 1, sequences]
+        token, position, slot, sequence, starts, first, slot_of = self.device.split(sizes)
         return StepInput(
-            tokens_T=tokens,
-            positions_T=positions,
-            slots_T=slots,
+            tokens_T=token,
+            positions_T=position,
+            slots_T=slot,
             sequence_T=sequence,
             first=first.int(),
-            sequence_slot=slot,
+            sequence_slot=slot_of,
             starts=starts.view(len(Half), -1),
         )
 
     def fill(self, work: Sequence[Work], store: PagedKV) -> None:
         """For another pass."""
-        self._fill(work, [[store.window_start(item.slot, half) for half in Half] for item in work])
+        self._write(work, [[store.window_start(item.slot, half) for half in Half] for item in work])
 
-    def _fill(self, work: Sequence[Work], window_starts: Sequence[Sequence[int]]) -> None:
-        tokens, positions, slots, sequence, starts, first, slot = self._parts(self.host)
-        starts = starts.view(len(Half), -1)
-        stop = 0
-        for n, (item, own) in enumerate(zip(work, window_starts, strict=True)):
-            start, stop = stop, stop + len(item.tokens)
-            tokens[start:stop] = torch.tensor(item.tokens)
-            positions[start:stop] = torch.arange(item.start, item.start + len(item.tokens))
-            slots[start:stop], sequence[start:stop] = item.slot, n
-            starts[:, start:stop] = torch.tensor(own).unsqueeze(1)
-            first[n], slot[n] = start, item.slot
-        tokens[stop:], positions[stop:], slots[stop:], sequence[stop:] = 0, -1, -1, 0
-        starts[:, stop:] = 0
-        first[len(work) :], slot[len(work) :] = stop, 0
-        self.send()
+    def _write(self, work: Sequence[Work], window_starts: Sequence[Sequence[int]]) -> None:
+        rows = [
+            (token, item.start + k, item.slot, n, *window_starts[n])
+            for n, item in enumerate(work)
+            for k, token in enumerate(item.tokens)
+        ]
+        rows += [(0, -1, -1, 0, *[0] * len(Half))] * (self._size.tokens - len(rows))
+        first = list(accumulate((len(item.tokens) for item in work), initial=0))
+        first += first[-1:] * (self._size.sequences + 1 - len(first))
+        slots = [item.slot for item in work] + [0] * (self._size.sequences - len(work))
+        self.write([*_columns(rows), *first, *slots])
+
+
+def _columns(rows: Sequence[Sequence[int]]) -> list[int]:
+    return list(chain.from_iterable(zip(*rows, strict=True)))

@@ -180,8 +180,7 @@ def select_ops(device: torch.device | str = "cpu", *, kernels: bool = True) -> O
     device, unless ``kernels`` is False.
     """
     place = torch.device(device)
-    parts = SimpleNamespace(**_PLAIN)
-    chosen: dict[str, Any] = {**_PLAIN, **{k: partial(f, parts) for k, f in _COMPOSED.items()}}
+    chosen: dict[str, Any] = dict(_PLAIN)
     found: Mapping[str, Any] = {}
     why_not = _obstacle(place)
     if why_not is None and not kernels:
@@ -194,6 +193,8 @@ def select_ops(device: torch.device | str = "cpu", *, kernels: bool = True) -> O
             f"no kernel for it yet (Triton {import_module('triton').__version__} is installed); "
             "plain PyTorch runs on every device"
         )
+    parts = SimpleNamespace(**chosen)
+    chosen = {name: partial(f, parts) for name, f in _COMPOSED.items()} | chosen
     choices = tuple(
         OpChoice(op=name, implementation="triton", reason=found[name].note)
         if name in found

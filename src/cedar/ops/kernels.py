@@ -11,6 +11,7 @@ from cedar.ops.engram_rows import triton as engram_rows
 from cedar.ops.experts import packed as experts
 from cedar.ops.index_score import triton as index_score
 from cedar.ops.latent import triton as latent
+from cedar.ops.linear.kernels import LinearKernels
 from cedar.ops.mhc import triton as mhc
 from cedar.ops.norm import triton as norm
 from cedar.ops.route import triton as route
@@ -39,10 +40,15 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
             return "; this Triton lacks Gluon, which the one for the released shape needs"
         return "; at the released shape one written for Hopper by hand (Gluon)"
 
+    products = LinearKernels()
+    few = "few tokens: reads packed weights once, norm and cast of the input included"
     scores = "reads packed index keys in place" + by_hand(index_score)
     choose = "exact, ties to the lowest number"
     return {
         "cast": Kernel(cast.cast, "one launch; with gradients, too"),
+        "project": Kernel(products.project, few),
+        "project_groups": Kernel(products.project_groups, few),
+        "wide_linear": Kernel(products.wide_linear, "narrow inputs, float32 sums"),
         "rms_norm": Kernel(norm.rms_norm, "one launch"),
         "rotate": Kernel(latent.rotate, "one launch"),
         "latent": Kernel(latent.latent, "norm, rotation and cast in one launch"),
@@ -67,8 +73,8 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "router": Kernel(route.router, "products, scores and choice in two launches"),
         "experts": Kernel(
             experts.experts,
-            "reads packed FP4 weights in place; forward only; by hand (Gluon) for widths of whole "
-            "128s on compute capability 9.0",
+            "reads packed FP4 weights in place, the shared expert in the same launches; forward only; "
+            "by hand (Gluon) for widths of whole 128s on compute capability 9.0",
         ),
         "mhc_step": Kernel(mhc.MhcStepKernel(), "one launch a sublayer; 4 streams"),
     }
