@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,11 @@ from cedar.ops import select_ops
 CONTEXTS = {"8K": 1 << 13, "128K": 1 << 17, "1M": (1 << 20) - 8}
 CARD = 134 << 30
 REPLAYS = 20
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(f"{time.perf_counter():7.1f} s {text}", file=sys.stderr, flush=True)
 
 
 def step_input(sequences: int, queries: int, context: int) -> StepInput:
@@ -132,7 +138,7 @@ def main() -> None:
     need_gpu()
     ops = select_ops("cuda")
     model = synthetic_model(ops)
-    print(f"weights {torch.cuda.memory_allocated() / 1e9:.1f} GB", file=sys.stderr, flush=True)
+    say(f"weights {torch.cuda.memory_allocated() / 1e9:.1f} GB")
     with torch.inference_mode():
         for batch in map(int, arguments.batches.split(",")):
             measure(model, batch, arguments)
@@ -150,6 +156,7 @@ def measure(model: Model, batch: int, arguments: argparse.Namespace) -> None:
     def step() -> Any:
         return model.step(numbers, store.arrays, **limits)
 
+    say(f"cache for {batch} x {longest} tokens")
     reuse = next(
         layer
         for layer in model.backbone()
@@ -160,6 +167,7 @@ def measure(model: Model, batch: int, arguments: argparse.Namespace) -> None:
     engrams = [layer.engram for layer in model.backbone()]
     for layer in model.backbone():
         layer.engram = None
+    say("recorded")
     bare = record(step, torch.device("cuda"))
     for layer, engram in zip(model.backbone(), engrams, strict=True):
         layer.engram = engram

@@ -92,7 +92,7 @@ def test_a_directory_with_a_foreign_tokenizer_is_refused(tmp_path: Path) -> None
 def test_packed_and_mapped_give_the_same_tokens(loaded: LoadedModel) -> None:
     """Codes on the fly, codes dequantised once, and Engram rows from the file: one model."""
     expected = text_of(loaded, max_tokens=12, temperature=0.0)
-    for options in ({"packed": True}, {"mapped_engram": True}):
+    for options in ({"packed": True}, {"engram": "disk"}, {"engram": "host"}):
         other = cedar.load_model("cedar-tiny", **options)
         assert text_of(other, max_tokens=12, temperature=0.0) == expected
 

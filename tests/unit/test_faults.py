@@ -32,6 +32,8 @@ from cedar.engine.sampler import Sampler
 from cedar.errors import CedarError, CheckpointError, ConfigError
 from cedar.inputs.images import ImageSettings
 from cedar.model import Batch, Model
+from cedar.ops import with_operations
+from cedar.ops.experts.reference import swiglu
 from cedar.quant import FP8_ROW, BlockFormat
 from cedar.testing.tiny import random_tokens, tiny_config, tiny_model
 from real_engine import (
@@ -708,18 +710,20 @@ def test_scales_stand_where_the_layout_says(monkeypatch: pytest.MonkeyPatch) -> 
 def hidden_peak(model: Model, tokens: list[int]) -> float:
     """The largest hidden element of a shared expert, in root mean squares of its row."""
     peaks: list[float] = []
+    ops = model.ops
 
-    def watch(module: Any, args: tuple[Tensor, ...]) -> None:
-        x = args[0]
-        peaks.append(float((x.abs().amax(-1) / x.pow(2).mean(-1).sqrt()).max()))
+    def watching(x: Tensor, *args: Any, shared: Any, limit: float, **more: Any) -> Tensor:
+        hidden = swiglu(ops.linear(x, shared[0]), ops.linear(x, shared[2]), limit)
+        peaks.append(float((hidden.abs().amax(-1) / hidden.pow(2).mean(-1).sqrt()).max()))
+        return ops.experts(x, *args, shared=shared, limit=limit, **more)
 
-    modules = dict(model.named_modules())
-    names = [name for name in modules if name.endswith("shared_experts.w2")]
-    hooks = [modules[name].register_forward_pre_hook(watch) for name in names]
+    mixtures = [layer.ffn for layer in model.backbone()]
+    for each in mixtures:
+        each.ops = with_operations(ops, experts=watching)
     with torch.inference_mode():
         model(Batch.pack([tokens]))
-    for hook in hooks:
-        hook.remove()
+    for each in mixtures:
+        each.ops = ops
     return max(peaks)
 
 

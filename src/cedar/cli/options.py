@@ -63,14 +63,14 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    mapped_engram: Annotated[
-        bool,
+    engram: Annotated[
+        str,
         typer.Option(
-            "--mapped-engram",
-            help="Leave the Engram tables on disk, read rows as needed.",
+            help='Engram tables: "model" keeps them with the other weights, "host" in host memory '
+            '(a GPU fetches rows ahead), "disk" in their files.',
             rich_help_panel=_MODEL,
         ),
-    ] = False
+    ] = "model"
 
     def load(self, checkpoint: str) -> LoadedModel:
         """The model and its tokenizer; raises what `load_model` does."""
@@ -81,7 +81,7 @@ class ModelOptions:
             device=parse_device(self.device),
             dtype=parse_dtype(self.dtype),
             packed=self.packed,
-            mapped_engram=self.mapped_engram,
+            engram=self.engram,
         )
 
 

@@ -9,12 +9,13 @@ import torch
 from cedar.checkpoint import Checkpoint, fill
 from cedar.checkpoint.locate import locate_checkpoint
 from cedar.config import ModelConfig
-from cedar.errors import CheckpointError
+from cedar.errors import CheckpointError, ConfigError
 from cedar.inputs.ngrams import token_map
 from cedar.inputs.tokenizer import Tokenizer
-from cedar.memory.mmap import MappedTable
+from cedar.memory import MappedTable, PinnedTable
 from cedar.model import Model, WeightStorage
-from cedar.ops import select_ops
+from cedar.model.engram import EngramTable
+from cedar.ops import Ops, select_ops
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -40,14 +41,16 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     packed: bool | None = None,
-    mapped_engram: bool = False,
+    engram: str = "model",
 ) -> LoadedModel:
     """Load a checkpoint directory, or a bundled checkpoint by name.
 
     dtype: of activations and unquantised weights; default float32 on a CPU, bfloat16 elsewhere.
     packed: keep quantised weights as codes (little memory) instead of dequantising them once; by
     default where kernels multiply by codes.
-    mapped_engram: leave the Engram tables on disk and read rows as they are needed.
+    engram: where the Engram tables stand: "model" with the other weights, "host" in page-locked
+    host memory, from where a GPU reads rows over the bus while earlier layers run, "disk" in the
+    checkpoint's files.
     Raises `CheckpointError`, `ConfigError` or `DataError` for what does not fit.
     """
     directory = locate_checkpoint(name)
@@ -65,11 +68,7 @@ def load_model(
     storage = WeightStorage.PLAIN
     if checkpoint.storage == "fp8fp4":
         storage = WeightStorage.PACKED if packed else WeightStorage.DEQUANTIZED
-    tables = {}
-    if mapped_engram:
-        for layer in config.engram_layer_ids:
-            stem = f"layers.{layer}.engram.embed"
-            tables[layer] = MappedTable(checkpoint, f"{stem}.weight", f"{stem}.scale")
+    tables = _tables(engram, checkpoint, config, ops, place)
     model = Model(
         config,
         ops=ops,
@@ -81,9 +80,29 @@ def load_model(
     )
     skip = {f"layers.{layer}.engram.embed.weight" for layer in tables}
     fill(dict(model.named_parameters()), checkpoint, config, skip=skip)
-    if not tables:
+    if engram != "disk":
         checkpoint.close()
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, directory)
+
+
+def _tables(
+    where: str, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, device: torch.device
+) -> dict[int, EngramTable]:
+    """The Engram tables that stand outside the model, by layer."""
+    if where not in ("model", "host", "disk"):
+        raise ConfigError(f"engram is {where!r}; expected one of model, host, disk.")
+    tables: dict[int, EngramTable] = {}
+    if where == "model":
+        return tables
+    for layer, rows in zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True):
+        stem = f"layers.{layer}.engram.embed"
+        names = f"{stem}.weight", f"{stem}.scale"
+        if where == "disk":
+            tables[layer] = MappedTable(checkpoint, *names)
+        else:
+            shape = rows, config.engram_head_dim
+            tables[layer] = PinnedTable.load(checkpoint, *names, shape, ops.engram_rows, device)
+    return tables
 
 
 def _token_map(config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> torch.Tensor | None:

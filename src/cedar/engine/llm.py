@@ -182,7 +182,7 @@ class LLM:
         self.close()
 
 
-_LOADING = ("device", "dtype", "packed", "mapped_engram")
+_LOADING = ("device", "dtype", "packed", "engram")
 
 
 class _Bar:
