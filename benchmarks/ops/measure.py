@@ -59,6 +59,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 def timed(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Sample:
     """Median, lowest and highest microseconds of one call, over replays of all in one graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:  # compiles and allocates
             call()

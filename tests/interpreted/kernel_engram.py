@@ -77,7 +77,7 @@ def table(count: int, width: int) -> tuple[Tensor, Tensor]:
 def test_rows(width: int, dtype: torch.dtype) -> None:
     codes, scale = table(20, width)
     ids = torch.tensor([[0, 1, 19], [7, 7, 3]])
-    assert rows.unsupported(codes, scale, dtype) is None
+    assert rows.unsupported(codes, scale, ids, dtype) is None
     found = rows.engram_rows(codes, scale, ids, dtype)
     assert_bitwise(found, plain_rows.engram_rows(codes, scale, ids, dtype))
     assert not torch.equal(found, rows.engram_rows(codes, scale, ids.flip(1), dtype))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from cedar.ops.kv_write import RowWrite
+from cedar.ops.latent import Append, InPlace
 from cedar.ops.latent import reference as plain
 from cedar.ops.latent import triton as latent
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW, BlockFormat
@@ -81,6 +82,64 @@ def test_write(fmt: BlockFormat, paged: bool) -> None:
         same = (write.raw == other.raw).float().mean()
         assert same == 1.0 if scale is None else same > 0.98
         assert (write.raw != 0xA5).any()
+
+
+def jobs(dtype: torch.dtype) -> tuple[InPlace | Append, ...]:
+    """What a full layer does at decode: queries, window row, entry, index key, index queries."""
+    x, weight, rotary = inputs((5, 96), 8, dtype)
+    number = torch.tensor([14, 2, -1, 7, 8])
+    at = torch.arange(5) % 2, number
+    table = torch.tensor([[3, 6, 0], [2, 5, 1]], dtype=torch.int32)
+
+    def raw(fmt: BlockFormat, width: int) -> Tensor:
+        return torch.full((7, 5, fmt.bytes_per_row(width)), 0xA5, dtype=torch.uint8)
+
+    queries = inputs((5, 3, 96), 8, dtype)[0]
+    index = inputs((5, 4, 64), 8, dtype)[0]
+    both = torch.cat((x, x), dim=1)  # a part of a wider product: rows are far apart
+    return (
+        InPlace(queries, None, rotary),
+        Append(RowWrite(both[:, :96], raw(FP8_ROW, 96), FP8_ROW, None, *at), weight, rotary),
+        Append(RowWrite(x * 2, raw(FP4_MAIN, 96), FP4_MAIN, table, *at), None, rotary),
+        Append(RowWrite(x[:, :64], raw(FP4_ROW, 64), FP4_ROW, table, *at), weight[:64], rotary),
+        InPlace(index, None, rotary, FP4_ROW),
+        InPlace(x[:, :64].clone().view(5, 64), weight[:64], rotary, FP8_ROW, True),
+    )
+
+
+def results(some: tuple[InPlace | Append, ...]) -> list[Tensor]:
+    return [job.write.raw if isinstance(job, Append) else job.x for job in some]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+def test_several_jobs(count: int, dtype: torch.dtype) -> None:
+    ours, other = jobs(dtype)[:count], jobs(dtype)[:count]
+    before = [v.clone() for v in results(ours)]
+    latent.latents(ours, EPS)
+    plain.latents(other, EPS)
+    for job, a, b, old in zip(ours, results(ours), results(other), before, strict=True):
+        weight = job.weight
+        assert a.equal(b) if weight is None else (a == b).float().mean() > 0.98
+        assert not torch.equal(a, old)
+
+
+def test_jobs_alone_and_together() -> None:
+    together, alone = jobs(torch.bfloat16), jobs(torch.bfloat16)
+    latent.latents(together, EPS)
+    for job in alone:
+        latent.latents((job,), EPS)
+    for a, b in zip(results(together), results(alone), strict=True):
+        assert_bitwise(a, b)
+
+
+def test_jobs_the_kernel_cannot_take() -> None:
+    x, _, rotary = inputs((5, 96), 8, torch.float32)
+    apart = x.t().contiguous().t()
+    want = plain.latent(x, None, EPS, rotary, None)
+    latent.latents((InPlace(apart, None, rotary), InPlace(x[:0], None, rotary)), EPS)
+    assert_bitwise(apart, want)
+    latent.latents((), EPS)
 
 
 def test_what_it_cannot_take_goes_to_the_reference() -> None:

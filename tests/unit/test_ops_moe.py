@@ -10,8 +10,8 @@ from cedar.model.context import LayerStats
 from cedar.model.moe import balance_loss
 from cedar.ops.experts.reference import experts, swiglu
 from cedar.ops.route import Routing
-from cedar.ops.route.reference import route
-from cedar.quant import FP4_ROW, FP8_ROW, fake_quantize, quantize
+from cedar.ops.route.reference import route, router
+from cedar.quant import FP4_ROW, FP8_BLOCK, FP8_ROW, fake_quantize, quantize
 from cedar.testing import assert_bitwise, assert_close, tiny_model
 
 FUNCTIONS = {
@@ -46,6 +46,26 @@ def test_the_bias_selects_per_token() -> None:
     got = route(logits, bias, 1, score_func="sigmoid", normalize=True, route_scale=2.0)
     assert got.experts_TA.tolist() == [[3], [0]]
     assert got.weights_TA.tolist() == [[2.0], [2.0]]
+
+
+def test_ties_go_to_the_lowest_number() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, 1.0]])
+    got = route(
+        logits, torch.zeros(1, 6), 4, score_func="softmax", normalize=False, route_scale=1.0
+    )
+    assert got.experts_TA.tolist() == [[1, 3, 0, 2]]
+
+
+def test_the_router_multiplies_in_float32() -> None:
+    x, weight, bias = random(5, 64).bfloat16(), random(6, 64, seed=1).bfloat16(), random(6, seed=2)
+    options = {"score_func": "sigmoid", "normalize": True, "route_scale": 2.0}
+    got = router(x, weight, bias, 3, temp=0.7, **options)
+    logits = x.double() @ weight.double().T / 0.7
+    want = route(logits, bias, 3, **options)
+    assert got.scores_TE.dtype == torch.float32
+    assert_close(got.scores_TE, want.scores_TE.float(), "float32 op")
+    assert_close(got.weights_TA, want.weights_TA.float(), "float32 op")
+    assert got.experts_TA.equal(want.experts_TA)
 
 
 def test_all_experts_and_vanishing_scores() -> None:
@@ -121,6 +141,29 @@ def test_experts_token_by_token(quantized: bool) -> None:
             input_format=fmt,
         )  # fmt: skip
         assert not torch.allclose(late, got)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_with_the_shared_expert(quantized: bool) -> None:
+    """One more expert, of another width, that every token visits with weight 1."""
+    c, fmt = expert_case(), FP8_ROW if quantized else None
+    s1, s2, s3 = (random(*shape, seed=8) / 4 for shape in ((96, 32), (32, 96), (96, 32)))
+    args = (c["x"], c["experts"], c["weights"], c["w1"], c["w2"], c["w3"])
+    got = experts(*args, limit=0.8, input_format=fmt, shared=(s1, s2, s3))
+    every = torch.zeros(7, 1, dtype=torch.int64)
+    alone = naive_experts(
+        c | {"experts": every.expand(7, 2), "weights": torch.tensor([[1.0, 0.0]] * 7).double()}
+        | {"w1": s1[None], "w2": s2[None], "w3": s3[None]}, 0.8, quantized,
+    )  # fmt: skip
+    assert_close(got, naive_experts(c, 0.8, quantized) + alone, "float64")
+    packed = tuple(quantize(s.float(), FP8_BLOCK) for s in (s1, s2, s3))
+    dense = tuple(q.dequantize() for q in packed)
+    args = tuple(a.float() if a.is_floating_point() else a for a in args)
+    found = experts(*args, limit=0.8, input_format=fmt, shared=packed)
+    assert_bitwise(found, experts(*args, limit=0.8, input_format=fmt, shared=dense))
+    assert experts(
+        args[0].bfloat16(), *args[1:], limit=0.8, input_format=fmt, shared=packed
+    ).dtype == torch.bfloat16  # fmt: skip
 
 
 def test_packed_experts_equal_their_values() -> None:

@@ -190,7 +190,7 @@ def test_rows_are_found_by_64_bit_numbers(model: Model) -> None:
     store = opened(model)
     model(Batch.pack([random_tokens(model.config, 30, seed=1)]), store)
     main = store.main(4, (0,), torch.zeros(1, dtype=torch.int64))
-    assert all(table.dtype == torch.int64 for table in main.tables)
-    huge = replace(main, tables=(torch.tensor([2**31]),))
+    assert main.table_BP.dtype == torch.int64
+    huge = replace(main, table_BP=torch.tensor([[2**31]]))
     with pytest.raises((IndexError, RuntimeError), match=str(2**31 * PAGE + 5)):
         huge.select(torch.tensor([[5]]))

@@ -17,10 +17,9 @@ from cedar.cache.snapshots import RingCapture, RingSnapshot
 from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
 from cedar.errors import CapacityError
-from cedar.ops.index_score import PagedKeys
-from cedar.ops.main_kv import KVArrays, MainKV, PackedMain
+from cedar.ops.main_kv import KVArrays
 from cedar.ops.packed import pack_rows, unpack_rows
-from cedar.ops.sparse_attention import Rows
+from cedar.ops.sparse_attention import PackedRows, Rows, Source
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW
 
 __all__ = ["Mark", "PagedKV", "PagedMain"]
@@ -66,45 +65,52 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class PagedMain:
-    """Implements `cedar.ops.main_kv.FloatMain` over pages."""
+    """Implements `cedar.ops.main_kv.FloatMain` over pages.
+
+    in_place: entries are handed out packed, for operations that read them where they lie. Index
+    keys are dequantised once for all queries of a pass.
+    """
 
     layer: int
     counts: tuple[int, ...]
     entries_PEB: Tensor
     keys_PEB: Tensor
-    tables: tuple[Tensor, ...]  # pages of each sequence
+    table_BP: Tensor  # pages of each sequence, in order
     sequence_T: Tensor
     dtype: torch.dtype
+    in_place: bool
+    held: dict[int, Tensor] = field(default_factory=dict)
 
-    def select(self, entries_TK: Tensor) -> Rows:
+    def select(self, entries_TK: Tensor) -> Source:
         known = entries_TK >= 0
-        longest = max((len(table) for table in self.tables), default=0)
-        table_BP = torch.zeros((len(self.tables), max(longest, 1)), dtype=torch.int64)
-        for n, table in enumerate(self.tables):
-            table_BP[n, : len(table)] = table
-        table_TP = table_BP.to(entries_TK.device)[self.sequence_T]
-        per_page = self.entries_PEB.shape[1]
-        entry = entries_TK.clamp_min(0)
-        page = table_TP.gather(1, entry // per_page)
-        place = page * per_page + entry % per_page
+        place = self._places(entries_TK.clamp_min(0), self.sequence_T.unsqueeze(1))
+        rows = self.entries_PEB.flatten(0, 1)
+        if self.in_place:
+            return PackedRows(rows, torch.where(known, place, -1), FP4_MAIN)
         # Each stored row is dequantised once, however many queries chose it.
         unique, where = torch.unique(place[known], return_inverse=True)
-        rows = unpack_rows(self.entries_PEB.flatten(0, 1)[unique], FP4_MAIN, self.dtype)
         slots = torch.full_like(entries_TK, -1)
         slots[known] = where
-        return Rows(rows, slots)
+        return Rows(unpack_rows(rows[unique], FP4_MAIN, self.dtype), slots)
 
     def keys(self, sequence: int, stop: int) -> Tensor:
-        per_page = self.keys_PEB.shape[1]
-        pages = self.tables[sequence][: -(-stop // per_page)].to(self.keys_PEB.device)
-        return unpack_rows(self.keys_PEB[pages].flatten(0, 1)[:stop], FP4_ROW, self.dtype)
+        if sequence not in self.held:
+            count, per_page = self.counts[sequence], self.keys_PEB.shape[1]
+            pages = self.table_BP[sequence, : -(-count // per_page)]
+            rows = self.keys_PEB[pages].flatten(0, 1)[:count]
+            self.held[sequence] = unpack_rows(rows, FP4_ROW, self.dtype)
+        return self.held[sequence][:stop]
 
     def keys_at(self, sequence: int, entries_TM: Tensor) -> tuple[Tensor, Tensor]:
-        per_page = self.keys_PEB.shape[1]
-        entry = entries_TM.clamp_min(0)
-        place = self.tables[sequence].to(entry.device)[entry // per_page] * per_page
-        unique, where = torch.unique(place + entry % per_page, return_inverse=True)
+        place = self._places(entries_TM.clamp_min(0), sequence)
+        unique, where = torch.unique(place, return_inverse=True)
         return unpack_rows(self.keys_PEB.flatten(0, 1)[unique], FP4_ROW, self.dtype), where
+
+    def _places(self, entries: Tensor, sequence: Tensor | int) -> Tensor:
+        """Rows of the storage; of all pages a long sequence has, only those asked for are read."""
+        per_page, pages = self.entries_PEB.shape[1], self.table_BP.shape[1]
+        at = sequence * pages + entries // per_page
+        return self.table_BP.flatten()[at] * per_page + entries % per_page
 
 
 class PagedKV:
@@ -443,31 +449,20 @@ class PagedKV:
         self._keys[layer].flatten(0, 1)[place] = pack_rows(keys_SJ[begin - first :], FP4_ROW)
         state.stored[layer] = max(state.stored[layer], stop)
 
-    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> MainKV:
-        if self._in_place:
-            return self._packed_main(layer, slots, sequence_T)
+    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PagedMain:
         states = [self._at(slot) for slot in slots]
+        longest = max((len(state.pages) for state in states), default=0)
+        table = [state.pages + [0] * (longest - len(state.pages)) for state in states]
+        table_BP = torch.tensor(table, dtype=torch.int64).view(len(slots), longest)
         return PagedMain(
             layer=layer,
             counts=tuple(state.stored[layer] for state in states),
             entries_PEB=self._entries[layer],
             keys_PEB=self._keys[layer],
-            tables=tuple(torch.tensor(state.pages, dtype=torch.int64) for state in states),
+            table_BP=table_BP.to(sequence_T.device),
             sequence_T=sequence_T,
             dtype=self._dtype,
-        )
-
-    def _packed_main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PackedMain:
-        self.write_tables(slots)
-        arrays, device = self.arrays, sequence_T.device
-        table = arrays.table[torch.tensor(slots, device=device)]
-        first = torch.searchsorted(sequence_T, torch.arange(len(slots) + 1, device=device))
-        return PackedMain(
-            layer=layer,
-            entries_PEB=self._entries[layer],
-            keys=PagedKeys(self._keys[layer], table, first.int()),
-            sequence_T=sequence_T,
-            capacity=max(self._at(slot).stored[layer] for slot in slots),
+            in_place=self._in_place,
         )
 
     def history(self, slot: int) -> Tensor:

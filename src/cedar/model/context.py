@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cedar.config.plan import Half, LayerPlan
 from cedar.ops import Ops, widen
-from cedar.ops.main_kv import MainKV
+from cedar.ops.main_kv import FloatMain, MainKV
 from cedar.ops.mhc import MhcMix
 from cedar.ops.sparse_attention import Source
 
@@ -58,7 +58,7 @@ class KVStore(Protocol):
     def extend_main(self, layer: int, slot: int, rows_SH: Tensor, keys_SJ: Tensor) -> None:
         """Append finished entries, rotated but not yet quantised, and their index keys."""
 
-    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> MainKV:
+    def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> FloatMain:
         """What a KV source has stored, for the sequences of a batch."""
 
     def history(self, slot: int) -> Tensor:

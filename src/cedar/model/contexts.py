@@ -9,7 +9,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, LayerPlan
 from cedar.errors import CapacityError, RequestError
 from cedar.model.batch import Batch
-from cedar.model.context import GroupLayout, KVStore, Probe, TrainSignals
+from cedar.model.context import GroupLayout, KVStore, Probe, Rotary, TrainSignals
 from cedar.model.engram import Engram
 from cedar.model.forward import ForwardContext
 from cedar.model.layer import Layer
@@ -33,6 +33,10 @@ class Contexts(nn.Module):
     frequencies_compressed: Tensor
     token_map: Tensor | None
     pad_class: int
+    frequencies_step: Tensor
+    engram_multipliers: Tensor
+    engram_primes: Tensor
+    engram_offsets: Tensor
 
     def backbone(self) -> list[Layer]:
         """The backbone layers, typed."""
@@ -158,12 +162,12 @@ class Contexts(nn.Module):
             # The order of every other context, so that sums are the same.
             return newest_first.flip(1)
 
-        ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
-        groups = {}
-        for ratio in ratios:
-            first_T = place - (ratio - 1)
-            at = rotary(first_T, self.frequencies_compressed)
-            groups[ratio] = GroupLayout(place[:0].view(0, ratio), (), at)
+        # Of every token and, for groups, of the first token of the one that would end here.
+        ratios = sorted({plan.compress_ratio for plan in self.plan if plan.has_compressor})
+        back = (0, 0, *(ratio - 1 for ratio in ratios))
+        cos, sin = ops.rotary_tables(place, self.frequencies_step, back)
+        near, far, *ends = map(Rotary, cos, sin)
+        visible = {ratio: (place + 1).div(ratio, rounding_mode="floor") for ratio in ratios}
         return StepContext(
             ops=ops,
             positions_T=place,
@@ -175,9 +179,17 @@ class Contexts(nn.Module):
             window_past=(),
             window_slots_TW=windows(Half.ENCODER),
             decoder_slots_TW=windows(Half.DECODER),
-            rotary_window=rotary(place, self.frequencies_window),
-            rotary_compressed=rotary(place, self.frequencies_compressed),
-            groups=groups,
+            rotary_window=near,
+            rotary_compressed=far,
+            groups={
+                ratio: GroupLayout(place[:0].view(0, ratio), (), at)
+                for ratio, at in zip(ratios, ends, strict=True)
+            },
+            visible=visible,
+            entries={
+                ratio: torch.where((place + 1) % ratio == 0, seen - 1, -1)
+                for ratio, seen in visible.items()
+            },
             engram_ids=self._step_engram_ids(step, arrays.history),
             arrays=arrays,
             input=step,
@@ -191,9 +203,9 @@ class Contexts(nn.Module):
             return {}
         ids = self.ops.engram_ids(
             History(self.token_map[step.tokens_T], history, step.slots_T, step.positions_T),
-            torch.stack([engram.multipliers for engram in engrams]),
-            torch.stack([engram.primes for engram in engrams]),
-            torch.stack([engram.offsets for engram in engrams]),
+            self.engram_multipliers,
+            self.engram_primes,
+            self.engram_offsets,
             self.pad_class,
         )
         found = {engram.layer: own for engram, own in zip(engrams, ids, strict=True)}

@@ -4,7 +4,7 @@ A selection carries no gradient. What trains the indexer is its own loss, so its
 detached: the loss reaches index queries, keys and weights and nothing else.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from cedar.config.plan import LayerPlan
 from cedar.model.context import Candidates, Selection, Shared
 from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Norm
-from cedar.ops.index_score import PagedKeys
 from cedar.ops.main_kv import FloatMain, MainKV, PackedMain
 from cedar.ops.select import Chosen, Place
 from cedar.ops.sparse_attention import Source
@@ -23,6 +22,7 @@ from cedar.quant import FP4_ROW, FP8_BLOCK
 __all__ = ["IndexQuery", "Indexer"]
 
 _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
+_GROUP = 8  # entries whose best score helps selecting, where there are no candidate blocks
 
 
 class IndexQuery(NamedTuple):
@@ -72,20 +72,15 @@ class Indexer(nn.Module):
     def select(
         self, query: IndexQuery, main: MainKV, shared: Shared, ctx: ForwardContext
     ) -> tuple[Selection, Candidates | None]:
-        """The selection of every query and, at the candidate source, the new pool.
-
-        Queries are taken in chunks so that scores never exceed a fixed budget. A query whose
-        context is larger than the pool scores the pool's keys only.
-        """
+        """The selection of every query and, at the candidate source, the new pool."""
         pool = shared.candidates_for(self.plan)
-        visible_T = ctx.visible_T(self.plan.compress_ratio)
         rows: Source
         if isinstance(main, PackedMain):
-            chosen = self._select_packed(query, main, pool, visible_T, ctx.most_queries)
+            chosen = self._select_packed(query, main, pool, ctx)
             assert chosen.rows_TK is not None
             entries, blocks, rows = chosen.entries_TK, chosen.blocks_TM, main.rows(chosen.rows_TK)
         else:
-            entries, blocks = self._select_flat(query, main, pool, visible_T, ctx)
+            entries, blocks = self._select_flat(query, main, pool, ctx)
             rows = main.select(entries)
         selection = Selection(self.plan.index, entries, rows)
         if blocks is None:
@@ -93,55 +88,38 @@ class Indexer(nn.Module):
         return selection, Candidates(self.plan.index, blocks, self.pool_block)
 
     def _select_packed(
-        self,
-        query: IndexQuery,
-        main: PackedMain,
-        pool: Candidates | None,
-        visible_T: Tensor,
-        most_queries: int,
+        self, query: IndexQuery, main: PackedMain, pool: Candidates | None, ctx: ForwardContext
     ) -> Chosen:
-        """By kernels that read packed keys in place, for all sequences together."""
-        count = len(visible_T)
-        width = main.capacity if pool is None else pool.capacity
-        size = max(1, _CHUNK_ELEMENTS["cuda"] // max(width, 1))
-        parts = []
-        for start in range(0, count, size):
-            rows = slice(start, min(start + size, count))
-            part, visible, keys = query.rows(rows), visible_T[rows], main.keys
-            place = Place(keys.table, main.sequence_T[rows], main.per_page)
-            if pool is not None:
-                own = pool.blocks_TB[rows]
-                found = self.ops.index_pool(
-                    *part, keys, place.sequence_T, visible, own, pool.block_size
-                )
-                parts.append(
-                    self.ops.select_pool(*found, own, pool.block_size, self.topk, place=place)
-                )
-                continue
-            if size < count:
-                keys = PagedKeys(keys.raw, keys.table, keys.first.clamp(start, rows.stop) - start)
-            builds = self.plan.builds_candidates
-            scan = self.ops.index_scan(
-                *part,
-                keys,
-                visible,
-                capacity=main.capacity,
-                queries=min(most_queries, rows.stop - start),
-                block=self.pool_block if builds else 0,
+        """By kernels that read packed keys in place, for a few tokens of all sequences at once."""
+        visible_T = ctx.visible_T(self.plan.compress_ratio)
+        place = Place(main.keys.table, main.sequence_T, main.per_page)
+        if pool is not None:
+            found = self.ops.index_pool(
+                *query, main.keys, main.sequence_T, visible_T, pool.blocks_TB, pool.block_size
             )
-            blocks = self.pool_blocks if builds else 0
-            parts.append(self.ops.select_scan(scan, visible, self.topk, blocks=blocks, place=place))
-        return parts[0] if len(parts) == 1 else Chosen(*map(_joined, *parts))
+            return self.ops.select_pool(
+                *found, pool.blocks_TB, pool.block_size, self.topk, place=place
+            )
+        scan = self.ops.index_scan(
+            *query,
+            main.keys,
+            visible_T,
+            capacity=main.capacity,
+            queries=ctx.most_queries,
+            block=self.pool_block or _GROUP,
+        )
+        blocks = self.pool_blocks if self.plan.builds_candidates else 0
+        return self.ops.select_scan(scan, visible_T, self.topk, blocks=blocks, place=place)
 
     def _select_flat(
-        self,
-        query: IndexQuery,
-        main: FloatMain,
-        pool: Candidates | None,
-        visible_T: Tensor,
-        ctx: ForwardContext,
+        self, query: IndexQuery, main: FloatMain, pool: Candidates | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """The same from keys in floating point, sequence by sequence."""
+        """From keys in floating point, sequence by sequence.
+
+        Queries are taken in chunks so that scores never exceed a fixed budget. A query whose
+        context is larger than the pool scores the pool's keys only.
+        """
+        visible_T = ctx.visible_T(self.plan.compress_ratio)
         entries, blocks = [], []
         for n, (start, stop) in enumerate(ctx.bounds):
             last = (ctx.starts[n] + stop - start) // self.plan.compress_ratio
@@ -215,8 +193,3 @@ class Indexer(nn.Module):
             inside.scatter_(1, torch.where(entries >= 0, entries, bin_column), True)
             out = out.masked_fill(~inside[:, :bin_column], -torch.inf)
         return out
-
-
-def _joined(*parts: Tensor | None) -> Any:
-    known = [part for part in parts if part is not None]
-    return torch.cat(known) if known else None

@@ -144,8 +144,14 @@ class Model(Drafting):
         }
         # Of a token, so one number; read here once, not from the device in every pass.
         self.pad_class = -1 if token_map is None else int(token_map[config.engram_pad_id])
+        ratios = sorted({plan.compress_ratio for plan in self.plan if plan.has_compressor})
+        tables["frequencies_step"] = torch.stack([plain, *[yarn] * (1 + len(ratios))])
         for name, table in tables.items():
             self.register_buffer(name, None if table is None else table.to(real), persistent=False)
+        for name in ("multipliers", "primes", "offsets"):
+            own = [getattr(engram, name) for engram in self.engrams()]
+            stacked = torch.stack(own) if own else torch.empty(0, dtype=torch.int64)
+            self.register_buffer(f"engram_{name}", stacked, persistent=False)
 
     def init(self, seed: int) -> "Model":
         """Random weights for training from scratch; returns the model itself."""

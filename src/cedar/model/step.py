@@ -61,15 +61,21 @@ class DraftInput(NamedTuple):
 class StepContext(ForwardContext):
     """A context whose batch meets the cache where it lies, with kernels that know the way.
 
-    arrays: the cache. input: where the tokens stand. entries: of each ratio, how many the longest
-    sequence can have. decoder_slots: windows as the decoder sees them.
+    arrays: the cache. input: where the tokens stand. visible, entries: by ratio, the finished
+    groups that each query sees, and the number of the one that its token finishes (−1: none).
+    most_tokens: of a sequence. decoder_slots: windows as the decoder sees them.
     """
 
     arrays: KVArrays
     input: StepInput
     table: Tensor  # int32 [B, pages] of the batch's sequences
+    visible: dict[int, Tensor]
+    entries: dict[int, Tensor]
     most_tokens: int
     decoder_slots_TW: Tensor
+
+    def visible_T(self, ratio: int) -> Tensor:
+        return self.visible[ratio]
 
     def window(self, layer: int, latent_TH: Tensor, norm: Norm, rotary: Rotary) -> PackedRows:
         self.write_window(layer, latent_TH, norm, rotary)
@@ -92,11 +98,9 @@ class StepContext(ForwardContext):
     def extend_main(
         self, layer: int, ratio: int, latent_SH: Tensor, key_SJ: Tensor, norm: Norm
     ) -> PackedMain:
-        at, rotary = self.input, self.groups[ratio].rotary
-        ended = (at.positions_T + 1) % ratio == 0
-        number = torch.where(ended, at.positions_T.div(ratio, rounding_mode="floor"), -1)
+        rotary = self.groups[ratio].rotary
         entries, keys = self.arrays.entries[layer], self.arrays.keys[layer]
-        where = (self.table, at.sequence_T, number)
+        where = (self.table, self.input.sequence_T, self.entries[ratio])
         self.ops.latents(
             (
                 Append(RowWrite(latent_SH, entries, FP4_MAIN, *where), None, rotary),

@@ -39,7 +39,7 @@ from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand, MhcStep
 from cedar.ops.mhc import reference as mhc
 from cedar.ops.norm import RmsNorm
 from cedar.ops.norm import reference as norm
-from cedar.ops.rope import Rotate
+from cedar.ops.rope import RotaryTables, Rotate
 from cedar.ops.rope import reference as rope
 from cedar.ops.route import Router
 from cedar.ops.route.reference import router
@@ -79,6 +79,7 @@ class Ops:
     wide_linear: Any
     rms_norm: RmsNorm
     rotate: Rotate
+    rotary_tables: RotaryTables
     latent: Latent
     latents: Latents
     window_places: WindowPlaces
@@ -126,6 +127,7 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "window_places": window_places,
         "rms_norm": norm.rms_norm,
         "rotate": rope.rotate,
+        "rotary_tables": rope.rotary_tables,
         "mhc_coefficients": mhc.mhc_coefficients,
         "mhc_collapse": mhc.mhc_collapse,
         "mhc_expand": mhc.mhc_expand,

@@ -14,6 +14,7 @@ from cedar.ops.latent import triton as latent
 from cedar.ops.linear.kernels import LinearKernels
 from cedar.ops.mhc import triton as mhc
 from cedar.ops.norm import triton as norm
+from cedar.ops.rope import triton as rope
 from cedar.ops.route import triton as route
 from cedar.ops.select import triton as select
 from cedar.ops.sparse_attention import triton as sparse_attention
@@ -51,6 +52,7 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "wide_linear": Kernel(products.wide_linear, "narrow inputs, float32 sums"),
         "rms_norm": Kernel(norm.rms_norm, "one launch"),
         "rotate": Kernel(latent.rotate, "one launch"),
+        "rotary_tables": Kernel(rope.rotary_tables, "one launch for all tables of a step"),
         "latent": Kernel(latent.latent, "norm, rotation and cast in one launch"),
         "latents": Kernel(latent.latents, "packs rows where the cache holds them"),
         "window_places": Kernel(window.window_places, "one launch"),
@@ -73,8 +75,8 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "router": Kernel(route.router, "products, scores and choice in two launches"),
         "experts": Kernel(
             experts.experts,
-            "reads packed FP4 weights in place, the shared expert in the same launches; forward only; "
-            "by hand (Gluon) for widths of whole 128s on compute capability 9.0",
+            "reads packed FP4 weights in place, few tokens with the shared expert; forward only; by "
+            "hand (Gluon) for widths of whole 128s on compute capability 9.0",
         ),
         "mhc_step": Kernel(mhc.MhcStepKernel(), "one launch a sublayer; 4 streams"),
     }

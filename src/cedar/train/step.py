@@ -85,9 +85,7 @@ def _losses(
     loads: dict[str, Loads] = {}
     total = language if backbone else torch.zeros_like(language)
     if backbone:
-        loads = {
-            f"layers.{s.layer}.ffn.gate": Loads(*s.loads()) for s in output.stats
-        }
+        loads = {f"layers.{s.layer}.ffn.gate": Loads(*s.loads()) for s in output.stats}
         for name, weight, value in (
             ("index", config.index.weight, mean_stat(s.index_loss for s in output.stats)),
             ("balance", config.balance.weight, mean_stat(s.balance_loss for s in output.stats)),
@@ -133,9 +131,7 @@ def draft_part(
         config.draft.position_decay,
     )
     first = model.config.n_layers
-    return found, {
-        f"mtp.{s.layer - first}.ffn.gate": Loads(*s.loads()) for s in drafted.stats
-    }
+    return found, {f"mtp.{s.layer - first}.ffn.gate": Loads(*s.loads()) for s in drafted.stats}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.ops.cast import reference as plain
+from cedar.ops.dependent_launch import dependent, hand_over
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW, BlockFormat
 
 __all__ = ["KINDS", "block_scales", "cast", "e2m1_codes", "normalised", "round_trip", "unsupported"]
@@ -85,7 +86,12 @@ def round_trip(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _cast(x, out, blocks, KIND: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr):
+def _cast(
+    x, out, blocks,
+    KIND: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        hand_over()
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     place = block[:, None] * COLS + tl.arange(0, COLS)[None, :]
     inside = (block < blocks)[:, None]
@@ -119,9 +125,10 @@ def _launch(x: Tensor, fmt: BlockFormat) -> Tensor:
     if x.numel():
         blocks = x.numel() // fmt.cols
         each = _VALUES // fmt.cols
-        _cast[(triton.cdiv(blocks, each),)](
+        programs = triton.cdiv(blocks, each)
+        _cast[(programs,)](
             x, out, blocks, KIND=KINDS[fmt.name], COLS=fmt.cols, BLOCKS=each, num_warps=2,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **dependent(x.device, programs),
         )  # fmt: skip
     return out
 

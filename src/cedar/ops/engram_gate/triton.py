@@ -13,20 +13,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.dependent_launch import dependent, hand_over
 from cedar.ops.engram_gate import reference as plain
 
 __all__ = ["engram_gate", "unsupported"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_WEIGHT = 64  # small programs that a token's four large ones count as for a dependent launch
+
+
+@triton.jit
+def _add(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
 def _gate(
     x, keys, value, q_weight, k_weight, open_, out, key_stride, value_stride, eps,
-    C: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    stream = tl.program_id(1)
+    if PDL:
+        hand_over()
+    # Streams of a token beside each other: its value is read from memory once.
+    token = (tl.program_id(0) // C).to(tl.int64)
+    stream = tl.program_id(0) % C
     here = tl.arange(0, BLOCK)
     inside = here < D
     place = (token * C + stream) * D + here
@@ -36,8 +46,9 @@ def _gate(
     weight = tl.load(q_weight + stream * D + here, mask=inside, other=0.0).to(tl.float32)
     weight *= tl.load(k_weight + stream * D + here, mask=inside, other=0.0).to(tl.float32)
     new = tl.load(value + token * value_stride + here, mask=inside, other=0.0).to(tl.float32)
-    rate = tl.rsqrt(tl.sum(own * own, 0) / D + eps) * tl.rsqrt(tl.sum(key * key, 0) / D + eps)
-    u = tl.sum(own * weight * key, 0) * rate * (1.0 / tl.sqrt(D + 0.0))
+    of_own, of_key, of_both = tl.reduce((own * own, key * key, own * weight * key), 0, _add)
+    rate = tl.rsqrt(of_own / D + eps) * tl.rsqrt(of_key / D + eps)
+    u = of_both * rate * (1.0 / tl.sqrt(D + 0.0))
     size = tl.sqrt(tl.maximum(tl.abs(u), 1e-6))
     signed = tl.where(u > 0, size, tl.where(u < 0, -size, 0.0))
     gate = 1.0 / (1.0 + tl.exp(-signed))
@@ -76,9 +87,10 @@ def engram_gate(
     count, streams, width = x.shape
     if count:
         opened = None if open_T is None else open_T.to(torch.bool).view(torch.uint8)
-        _gate[(count, streams)](
+        _gate[(count * streams,)](
             x, keys_TCD, value_TD, q_weight.contiguous(), k_weight.contiguous(), opened, out,
             keys_TCD.stride(0), value_TD.stride(0), eps, C=streams, D=width,
-            BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+            BLOCK=triton.next_power_of_2(width), num_warps=4,
+            **dependent(x.device, _WEIGHT * count),
         )  # fmt: skip
     return out

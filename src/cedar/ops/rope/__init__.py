@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Rotate"]
+__all__ = ["RotaryTables", "Rotate"]
 
 
 class Rotate(Protocol):
@@ -15,3 +15,15 @@ class Rotate(Protocol):
     """
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor: ...
+
+
+class RotaryTables(Protocol):
+    """``rotary_tables(positions [T], frequencies [n, r/2], back) -> (cos, sin) [n, T, r/2]``.
+
+    Table ``i`` is of the positions ``back[i]`` before the given ones: angles are position times
+    frequency in float32. Bytes: ``8 n T r/2``.
+    """
+
+    def __call__(
+        self, positions_T: Tensor, frequencies: Tensor, back: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]: ...

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cedar.ops.precision import widen
 
-__all__ = ["frequencies", "rotate", "yarn_frequencies"]
+__all__ = ["frequencies", "rotary_tables", "rotate", "yarn_frequencies"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -21,6 +21,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     even, odd = pairs.unbind(-1)
     out = torch.stack((even * c - odd * s, even * s + odd * c), dim=-1).flatten(-2)
     return torch.cat((passed, out.to(x.dtype)), dim=-1)
+
+
+def rotary_tables(
+    positions_T: Tensor, frequencies: Tensor, back: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    behind = torch.tensor(back, device=positions_T.device).unsqueeze(1)
+    angles = (positions_T - behind).to(torch.float32).unsqueeze(2) * frequencies.unsqueeze(1)
+    return angles.cos(), angles.sin()
 
 
 def frequencies(dim: int, base: float) -> Tensor:

@@ -7,13 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.dependent_launch import dependent, hand_over
+
 __all__ = ["window_places"]
 
 
 @triton.jit
 def _places(
-    slot, position, start, out, W: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
+    slot, position, start, out,
+    W: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        hand_over()
     token = tl.program_id(0)
     own_slot = tl.load(slot + token).to(tl.int32)
     first = tl.maximum(tl.load(start + token).to(tl.int64), 0)
@@ -33,5 +38,6 @@ def window_places(
         _places[(len(slot_T),)](
             slot_T.contiguous(), position_T.contiguous(), start_T.contiguous(), out, W=window,
             R=ring, BLOCK=triton.next_power_of_2(window), num_warps=1,
+            **dependent(out.device, len(slot_T)),
         )  # fmt: skip
     return out
