@@ -158,6 +158,22 @@ def test_padding_reads_and_writes_nothing(model: Model) -> None:
     torch.testing.assert_close(got.logits[:1], want.logits, rtol=0, atol=1e-10)
 
 
+def test_padding_visits_no_expert_of_its_own(model: Model) -> None:
+    seen: list[Tensor] = []
+    runner = prefilled(model, Decoding.DEVICE)
+    hooks = [
+        layer.ffn.register_forward_hook(lambda _, args, out: seen.append(out[1].experts_TA))
+        for layer in model.backbone()
+    ]
+    runner.execute([work(model, slot, PROMPT - slot, 1) for slot in range(SLOTS)])
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == model.config.n_layers
+    for experts_TA in seen:
+        assert len(experts_TA) == 4  # three tokens
+        assert set(experts_TA[3].tolist()) == set(experts_TA[0].tolist())
+
+
 def test_snapshots_of_a_step_are_those_of_a_pass(model: Model) -> None:
     runners = [prefilled(model, way) for way in (Decoding.HOST, Decoding.DEVICE)]
     found = []

@@ -185,6 +185,8 @@ class Contexts(nn.Module):
                 ratio: GroupLayout(place[:0].view(0, ratio), (), at)
                 for ratio, at in zip(ratios, ends, strict=True)
             },
+            # The first row is a token always.
+            real_T=place >= 0 if len(place) > 1 else None,
             visible=visible,
             entries={
                 ratio: torch.where((place + 1) % ratio == 0, seen - 1, -1)

@@ -30,6 +30,7 @@ class ForwardContext:
     window_past: window rows that the store contributes, per sequence.
     window_slots_TW: window of each query, as rows of "per sequence: past rows, then new rows".
     open_T: False on image-span tokens (None: text only).
+    real_T: False on rows that stand for no token (None: all do).
     classes_T: Engram classes, which become the store's history when the encoder is done;
     engram_ids: table rows by layer.
     """
@@ -47,6 +48,7 @@ class ForwardContext:
     rotary_compressed: Rotary
     groups: dict[int, GroupLayout]
     open_T: Tensor | None = None
+    real_T: Tensor | None = None
     classes_T: Tensor | None = None
     engram_ids: dict[int, Tensor] = field(default_factory=dict)
     store: KVStore | None = None

@@ -106,7 +106,7 @@ class Layer(Block):
         y_TD, shared, index_loss = self.attn(x_TD, shared, ctx)
         ctx.record(f"{name}.attn.out", y_TD)
         streams, mix, x_TD = self.open(self.close(streams, y_TD, mix), "ffn")
-        y_TD, routing = self.ffn(x_TD, ctx.open_T)
+        y_TD, routing = self.ffn(x_TD, ctx.open_T, ctx.real_T)
         ctx.record(f"{name}.ffn.gate.indices", routing.experts_TA)
         ctx.record(f"{name}.ffn.gate.weights", routing.weights_TA)
         ctx.record(f"{name}.ffn.out", y_TD)

@@ -81,8 +81,15 @@ class MoE(nn.Module):
             route_scale=self.route_scale,
         )
 
-    def forward(self, x_TD: Tensor, open_T: Tensor | None) -> tuple[Tensor, Routing]:
+    def forward(
+        self, x_TD: Tensor, open_T: Tensor | None, real_T: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """real_T: False on rows whose result nobody reads; they visit no expert of their own."""
         routing = self.route(x_TD, open_T)
+        if real_T is not None:
+            chosen_TA = routing.experts_TA
+            chosen_TA = chosen_TA.where(real_T.unsqueeze(1), chosen_TA[:1])
+            routing = routing._replace(experts_TA=chosen_TA)
         own, shared = self.experts, self.shared_experts
         y_TD = self.ops.experts(
             x_TD,
