@@ -43,14 +43,14 @@ _TYPES = {
 class Compiled:
     """What the assembler made of a kernel; bytes of stack are registers spilled.
 
-    operands: the first register of every matrix product's left operand, if that is in registers.
+    overwritten: instructions that write to the left operand of a product still in flight.
     """
 
     registers: int
     stack: int
     shared: int
     operations: Counter[str]
-    operands: tuple[int, ...] = ()
+    overwritten: tuple[str, ...] = ()
 
     def uses(self, *names: str) -> bool:
         """Whether an instruction whose name begins with one of ``names`` occurs."""
@@ -140,14 +140,30 @@ def _inspect(cubin: bytes, shared: int) -> Compiled:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     operations = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]*)", code)
-    operands = re.findall(r"HGMMA\S+ R\d+, R(\d+), gdesc", code)
     return Compiled(
         registers=int(found[1]),
         stack=int(found[2]),
         shared=shared,
         operations=Counter(operations),
-        operands=tuple(map(int, operands)),
+        overwritten=tuple(_overwritten(code)),
     )
+
+
+def _overwritten(code: str) -> Iterator[str]:
+    """Writes to registers that a product reads, from its begin to the next wait, in text order."""
+    flying: set[int] = set()
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?(.*?) ;", code):
+        name = instruction.split()[0]
+        left = re.search(r"HGMMA\S+ R\d+, R(\d+), gdesc", instruction)
+        written = re.match(r"\S+ R(\d+)", instruction)
+        if left is not None:
+            flying.update(range(int(left[1]), int(left[1]) + 4))
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            flying.clear()
+        elif written is not None and not name.startswith(("ST", "LDGSTS", "RED", "HGMMA")):
+            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            if not flying.isdisjoint(range(int(written[1]), int(written[1]) + width)):
+                yield instruction
 
 
 def _tool(name: str, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""experts: the routed experts of a mixture (section 7)."""
+"""experts: the routed experts of a mixture and its shared one (section 7)."""
 
 from typing import Protocol
 
@@ -6,7 +6,10 @@ from torch import Tensor
 
 from cedar.quant import BlockFormat, QuantTensor
 
-__all__ = ["Experts", "Swiglu"]
+__all__ = ["Experts", "Shared", "Swiglu"]
+
+Shared = tuple[Tensor | QuantTensor, Tensor | QuantTensor, Tensor | QuantTensor]
+"""``w1, w2, w3`` of the expert that every token visits: ``[Fs, D]``, ``[D, Fs]``, ``[Fs, D]``."""
 
 
 class Swiglu(Protocol):
@@ -19,11 +22,16 @@ class Swiglu(Protocol):
 
 
 class Experts(Protocol):
-    """``experts(x [T, D], experts [T, A], weights [T, A], w1, w2, w3, ...) -> float32 [T, D]``.
+    """``experts(x [T, D], experts [T, A], weights [T, A], w1, w2, w3, ...) -> [T, D]``.
 
     ``w1, w3 [E, F, D]`` and ``w2 [E, D, F]`` are floating point or quantised per row. The routing
     weight multiplies the activation BEFORE ``w2``; with ``input_format`` both inputs are cast to
-    it first. Sums over a token's experts are float32.
+    it first. Sums over a token's experts are float32, and so is the result; with ``shared``, an
+    expert that every token visits with weight 1, that one's output is added last and the result
+    has the type of ``x``.
+
+    Bytes: weights of the experts visited and of the shared one once, rows ``T A (2 D + 2 F)``.
+    FLOP: ``6 T D (A F + Fs)``.
     """
 
     def __call__(
@@ -37,4 +45,5 @@ class Experts(Protocol):
         *,
         limit: float,
         input_format: BlockFormat | None,
+        shared: Shared | None = None,
     ) -> Tensor: ...

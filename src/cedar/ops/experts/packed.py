@@ -3,12 +3,17 @@
 import torch
 from torch import Tensor
 
-from cedar.ops.experts import reference
-from cedar.quant import FP4_ROW, FP8_ROW, BlockFormat, QuantTensor
+from cedar.ops.cast.triton import cast
+from cedar.ops.experts import Shared, reference
+from cedar.ops.linear.reference import linear
+from cedar.quant import FP4_ROW, FP8_BLOCK, FP8_ROW, BlockFormat, QuantTensor
 
 __all__ = ["experts"]
 
-_WIDTH = 128  # of the Hopper kernel's step
+_WIDTH = 128  # of a step of the Hopper kernels
+_FEW = 16  # visits an expert gets on average: more are many
+
+Three = tuple[QuantTensor, QuantTensor, QuantTensor]
 
 
 def experts(
@@ -21,13 +26,12 @@ def experts(
     *,
     limit: float,
     input_format: BlockFormat | None,
+    shared: Shared | None = None,
 ) -> Tensor:
-    """As `cedar.ops.experts.Experts`: by a kernel for packed FP4 weights, else in plain PyTorch."""
+    """As `cedar.ops.experts.Experts`: by kernels for packed FP4 weights, else in plain PyTorch."""
+    weights = _packed((w1, w2, w3), FP4_ROW)
     if (
-        not isinstance(w1, QuantTensor)
-        or not isinstance(w2, QuantTensor)
-        or not isinstance(w3, QuantTensor)
-        or w1.format != FP4_ROW
+        weights is None
         or input_format != FP8_ROW
         or x_TD.dtype not in (torch.bfloat16, torch.float32)
         or len(x_TD) == 0
@@ -36,15 +40,48 @@ def experts(
         or w2.shape[-1] % FP4_ROW.cols
     ):
         return reference.experts(
-            x_TD, experts_TA, weights_TA, w1, w2, w3, limit=limit, input_format=input_format
-        )
-    whole = w1.shape[-1] % _WIDTH == 0 and w2.shape[-1] % _WIDTH == 0
-    if (
-        whole
-        and x_TD.dtype == torch.bfloat16
+            x_TD, experts_TA, weights_TA, w1, w2, w3,
+            limit=limit, input_format=input_format, shared=shared,
+        )  # fmt: skip
+    if not _on_hopper(x_TD, weights):
+        from cedar.ops.experts import triton
+
+        total: Tensor = triton.experts(x_TD, experts_TA, weights_TA, *weights, limit=limit)
+        return total if shared is None else _add(total, x_TD, shared, limit)
+    if experts_TA.numel() <= _FEW * w1.shape[0]:
+        from cedar.ops.experts import few
+
+        own = None if shared is None else _packed(shared, FP8_BLOCK)
+        if own is not None and own[0].shape != w1.shape[1:]:
+            own = None
+        total = few.experts(x_TD, experts_TA, weights_TA, *weights, limit=limit, shared=own)
+        return total if shared is None or own is not None else _add(total, x_TD, shared, limit)
+    from cedar.ops.experts import many
+
+    more = None if shared is None else _shared_expert(x_TD, shared, limit)
+    return many.experts(x_TD, experts_TA, weights_TA, *weights, limit=limit, shared_TD=more)
+
+
+def _packed(weights: Shared, fmt: BlockFormat) -> Three | None:
+    """The weights, if all are packed in this format."""
+    found = [w for w in weights if isinstance(w, QuantTensor) and w.format == fmt]
+    return (found[0], found[1], found[2]) if len(found) == 3 else None
+
+
+def _on_hopper(x_TD: Tensor, weights: Three) -> bool:
+    return (
+        x_TD.dtype == torch.bfloat16
+        and weights[0].shape[-1] % _WIDTH == 0
+        and weights[1].shape[-1] % _WIDTH == 0
         and torch.cuda.get_device_capability(x_TD.device) == (9, 0)
-    ):
-        from cedar.ops.experts.gluon import experts as kernel
-    else:
-        from cedar.ops.experts.triton import experts as kernel
-    return kernel(x_TD, experts_TA, weights_TA, w1, w2, w3, limit=limit, input_format=input_format)
+    )
+
+
+def _add(total: Tensor, x_TD: Tensor, shared: Shared, limit: float) -> Tensor:
+    return (total + _shared_expert(x_TD, shared, limit)).to(x_TD.dtype)
+
+
+def _shared_expert(x_TD: Tensor, shared: Shared, limit: float) -> Tensor:
+    x = cast(x_TD, FP8_ROW)
+    hidden = reference.swiglu(linear(x, shared[0]), linear(x, shared[2]), limit).to(x.dtype)
+    return linear(cast(hidden, FP8_ROW), shared[1])

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.ops.experts import Shared
 from cedar.ops.linear.reference import linear
 from cedar.ops.precision import widen
 from cedar.quant import BlockFormat, QuantTensor, fake_quantize
@@ -25,9 +26,29 @@ def experts(
     *,
     limit: float,
     input_format: BlockFormat | None,
+    shared: Shared | None = None,
+) -> Tensor:
+    x = x_TD if input_format is None else fake_quantize(x_TD, input_format)
+    total = _routed(x, experts_TA, weights_TA, w1, w2, w3, limit, input_format)
+    if shared is None:
+        return total
+    hidden = swiglu(linear(x, shared[0]), linear(x, shared[2]), limit).to(x.dtype)
+    if input_format is not None:
+        hidden = fake_quantize(hidden, input_format)
+    return (total + linear(hidden, shared[1]).to(total.dtype)).to(x_TD.dtype)
+
+
+def _routed(
+    x_TD: Tensor,
+    experts_TA: Tensor,
+    weights_TA: Tensor,
+    w1: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    w3: Tensor | QuantTensor,
+    limit: float,
+    input_format: BlockFormat | None,
 ) -> Tensor:
     active = experts_TA.shape[1]
-    x = x_TD if input_format is None else fake_quantize(x_TD, input_format)
     order = experts_TA.flatten().argsort(stable=True)
     token = order.div(active, rounding_mode="floor")
     weight = weights_TA.flatten()[order].unsqueeze(-1)
@@ -36,11 +57,11 @@ def experts(
     total = torch.zeros(x_TD.shape, dtype=widen(x_TD).dtype, device=x_TD.device)
     if not visits:
         return total
-    rows = x[token].split([count for _, count in visits])
+    rows = x_TD[token].split([count for _, count in visits])
     gate = torch.cat([linear(r, _pick(w1, e)) for r, (e, _) in zip(rows, visits, strict=True)])
     up = torch.cat([linear(r, _pick(w3, e)) for r, (e, _) in zip(rows, visits, strict=True)])
     hidden = swiglu(gate, up, limit)
-    hidden = (weight.to(hidden.dtype) * hidden).to(x.dtype)
+    hidden = (weight.to(hidden.dtype) * hidden).to(x_TD.dtype)
     if input_format is not None:
         hidden = fake_quantize(hidden, input_format)
     inner = hidden.split([count for _, count in visits])

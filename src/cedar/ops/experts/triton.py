@@ -7,7 +7,7 @@ registers: a 32-bit word holds eight codes of one row, and all first codes are o
 second codes another, so nothing is interleaved; the activations are permuted alike. Codes times
 power-of-two scales are exact in bfloat16.
 
-`cedar.ops.experts.gluon` does the same three times as fast on Hopper, for widths of whole 128s.
+`few` and `many` do the same several times as fast on Hopper, for widths of whole 128s.
 
 Bytes: every visited expert's ``3 D F (1/2 + 1/32)``, and ``T A (2 D + 2 F)`` for rows.
 FLOP: ``6 T A D F``.
@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.ops.experts.tiles import tile_visits, visits_per_tile
-from cedar.quant import FP8_ROW, BlockFormat, QuantTensor, fake_quantize
+from cedar.ops.experts.prepare import EIGHTHS, combine, ordered_place, prepare
+from cedar.quant import FP8_ROW, QuantTensor
 
-__all__ = ["combine", "experts"]
+__all__ = ["experts", "visits_per_tile"]
 
 
 def experts(
@@ -35,42 +35,37 @@ def experts(
     w3: QuantTensor,
     *,
     limit: float,
-    input_format: BlockFormat,
 ) -> Tensor:
-    """As `cedar.ops.experts.Experts`; weights must be packed FP4."""
+    """As `cedar.ops.experts.Experts` without a shared expert; packed FP4, inputs in FP8."""
     tokens, dim = x_TD.shape
-    inner, count = w1.shape[1], w1.shape[0]
-    block = visits_per_tile(experts_TA.numel(), count)
-    tiles = tile_visits(experts_TA, count, block)
-    num_tiles = len(tiles.expert_M)
-    x = _eighths(fake_quantize(x_TD, input_format))
-    hidden = x_TD.new_empty((num_tiles * block, inner))
-    down = x_TD.new_empty((num_tiles * block, dim))
+    num_experts, inner = w1.shape[0], w1.shape[1]
+    block = visits_per_tile(experts_TA.numel(), num_experts)
+    x, tiles = prepare(x_TD, experts_TA, num_experts, block, EIGHTHS)
+    count = len(tiles.expert_M)
+    hidden = x_TD.new_empty((experts_TA.numel(), inner))
+    down = x_TD.new_empty((experts_TA.numel(), dim))
     wide = x_TD.dtype == torch.float32
     up_rows, down_rows = _weight_rows(inner), _weight_rows(dim)
-    _gate_up[(num_tiles, triton.cdiv(inner, up_rows))](
-        x, tiles.token_R, tiles.source_R, weights_TA.contiguous(), tiles.expert_M,
+    _gate_up[(count, triton.cdiv(inner, up_rows))](
+        x, tiles.source_R, weights_TA.contiguous(), tiles.expert_M,
         w1.codes.view(torch.int32), w1.scale, w3.codes.view(torch.int32), w3.scale, hidden,
-        count, limit, DIM=dim, INNER=inner, FLOOR=FP8_ROW.amax_floor,
-        ROWS=up_rows, TOKENS=block, WORDS=_words(dim), WIDE=wide, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    _down[(num_tiles, triton.cdiv(dim, down_rows))](
-        hidden, tiles.token_R, tiles.expert_M, w2.codes.view(torch.int32), w2.scale, down,
-        count, DIM=dim, INNER=inner, ROWS=down_rows, TOKENS=block, WORDS=_words(inner), WIDE=wide,
+        num_experts, limit, DIM=dim, INNER=inner, ACTIVE=experts_TA.shape[1],
+        FLOOR=FP8_ROW.amax_floor, ROWS=up_rows, TOKENS=block, WORDS=_words(dim), WIDE=wide,
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    return combine(down, tiles.row_TA, tokens)
+    _down[(count, triton.cdiv(dim, down_rows))](
+        hidden, tiles.source_R, tiles.expert_M, w2.codes.view(torch.int32), w2.scale, down,
+        num_experts, DIM=dim, INNER=inner, ROWS=down_rows, TOKENS=block, WORDS=_words(inner),
+        WIDE=wide, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    out = torch.empty((tokens, dim), dtype=torch.float32, device=x_TD.device)
+    return combine(down, None, experts_TA.shape[1], out)
 
 
-def combine(down_RD: Tensor, row_TA: Tensor, tokens: int) -> Tensor:
-    """float32 ``[T, D]``: the sum of each token's rows, always in the same order."""
-    dim = down_RD.shape[1]
-    out = torch.empty((tokens, dim), dtype=torch.float32, device=down_RD.device)
-    width = min(triton.next_power_of_2(dim), 1024)
-    _combine[(tokens, triton.cdiv(dim, width))](
-        down_RD, row_TA, out, dim, ACTIVE=row_TA.shape[1], WIDTH=width
-    )
-    return out
+def visits_per_tile(visits: int, num_experts: int) -> int:
+    """Rows of a tile: about as many as an expert gets, a power of two from 16 to 128."""
+    mean = max(visits // num_experts, 1)
+    return min(max(1 << (mean - 1).bit_length(), 16), 128)
 
 
 def _weight_rows(rows: int) -> int:
@@ -80,14 +75,6 @@ def _weight_rows(rows: int) -> int:
 def _words(columns: int) -> int:
     """Words of a row that a step of the product takes; each holds eight codes."""
     return min(max(triton.next_power_of_2(columns // 8), 16), 32)
-
-
-def _eighths(x: Tensor) -> Tensor:
-    """``[T, n]`` with columns 0, 8, 16, ... first, then 1, 9, 17, ...; times 2^63.
-
-    The packed weights are that much too small when they are decoded, see `_factor`.
-    """
-    return x.unflatten(-1, (-1, 8)).transpose(-1, -2).flatten(-2) * 2.0**63
 
 
 @triton.jit
@@ -123,23 +110,22 @@ def _dots(
 
 @triton.jit
 def _gate_up(
-    x, token_R, source_R, weight_V, expert_M, c1, s1, c3, s3, hidden,
+    x, source_R, weight_V, expert_M, c1, s1, c3, s3, hidden,
     count, limit,
-    DIM: tl.constexpr, INNER: tl.constexpr, FLOOR: tl.constexpr,
+    DIM: tl.constexpr, INNER: tl.constexpr, ACTIVE: tl.constexpr, FLOOR: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """``hidden [R, F]``, in eighths: weighted SwiGLU, through FP8 per 32 values."""
+    """``hidden [V, F]``, in eighths: weighted SwiGLU, through FP8 per 32 values."""
     tile = tl.program_id(0)
     expert = tl.load(expert_M + tile)
     if expert >= count:
         return
-    r = tile * TOKENS + tl.arange(0, TOKENS)
-    token = tl.load(token_R + r)
-    x_ok = (token >= 0)[None, :]
+    source = tl.load(source_R + tile * TOKENS + tl.arange(0, TOKENS))
+    x_ok = (source >= 0)[None, :]
     f = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_ok = (f < INNER)[:, None]
     row = (expert.to(tl.int64) * INNER + f)[:, None]
-    x_ptr = x + (token.to(tl.int64) * DIM)[None, :]
+    x_ptr = x + ((source // ACTIVE).to(tl.int64) * DIM)[None, :]
     kind = tl.float32 if WIDE else tl.bfloat16
     gate = tl.zeros((ROWS, TOKENS), tl.float32)
     up = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -164,7 +150,6 @@ def _gate_up(
         up = _dots(up, word3, factor3, x_at, x_in, words, WIDE)
     gate = tl.minimum(gate.to(kind).to(tl.float32), limit)
     up = tl.minimum(tl.maximum(up.to(kind).to(tl.float32), -limit), limit)
-    source = tl.load(source_R + r)
     weight = tl.load(weight_V + source, mask=source >= 0, other=0.0)
     y = weight[None, :] * (gate / (1.0 + tl.exp(-gate)) * up)
     y = y.to(kind).to(tl.float32)
@@ -175,27 +160,27 @@ def _gate_up(
     factor = (exponent << 23).to(tl.float32, bitcast=True)[:, None, :]
     codes = (blocks / factor).to(tl.float8e4nv)
     y = tl.reshape(codes.to(tl.float32) * factor, (ROWS, TOKENS))
-    place = r.to(tl.int64)[None, :] * INNER + ((f % 8) * (INNER // 8) + f // 8)[:, None]
+    place = source.to(tl.int64)[None, :] * INNER + ordered_place(f, INNER, 0)[:, None]
     tl.store(hidden + place, (y * 9223372036854775808.0).to(kind), mask=row_ok & x_ok)
 
 
 @triton.jit
 def _down(
-    hidden, token_R, expert_M, codes, scales, out, count,
+    hidden, source_R, expert_M, codes, scales, out, count,
     DIM: tl.constexpr, INNER: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """``out [R, D]``: each row through its expert's ``w2``."""
+    """``out [V, D]``: each row through its expert's ``w2``."""
     tile = tl.program_id(0)
     expert = tl.load(expert_M + tile)
     if expert >= count:
         return
-    r = tile * TOKENS + tl.arange(0, TOKENS)
-    x_ok = (tl.load(token_R + r) >= 0)[None, :]
+    source = tl.load(source_R + tile * TOKENS + tl.arange(0, TOKENS))
+    x_ok = (source >= 0)[None, :]
     d = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_ok = (d < DIM)[:, None]
     row = (expert.to(tl.int64) * DIM + d)[:, None]
-    x_ptr = hidden + (r.to(tl.int64) * INNER)[None, :]
+    x_ptr = hidden + (source.to(tl.int64) * INNER)[None, :]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     words: tl.constexpr = INNER // 8
     k = tl.arange(0, WORDS)
@@ -212,16 +197,5 @@ def _down(
         x_at, x_in = x_ptr + at[:, None], x_ok & (at < words)[:, None]
         acc = _dots(acc, word, factor, x_at, x_in, words, WIDE)
     kind = tl.float32 if WIDE else tl.bfloat16
-    tl.store(out + r.to(tl.int64)[None, :] * DIM + d[:, None], acc.to(kind), mask=row_ok & x_ok)
-
-
-@triton.jit
-def _combine(down, row_TA, out, dim, ACTIVE: tl.constexpr, WIDTH: tl.constexpr):
-    """``out [T, D]``: the sum of a token's rows, always in the same order."""
-    token = tl.program_id(0)
-    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), tl.float32)
-    for a in tl.static_range(ACTIVE):
-        row = tl.load(row_TA + token * ACTIVE + a)
-        total += tl.load(down + row * dim + d, mask=d < dim, other=0.0).to(tl.float32)
-    tl.store(out + token.to(tl.int64) * dim + d, total, mask=d < dim)
+    where = out + source.to(tl.int64)[None, :] * DIM + d[:, None]
+    tl.store(where, acc.to(kind), mask=row_ok & x_ok)

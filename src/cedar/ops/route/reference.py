@@ -3,9 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.ops.linear.reference import linear
+from cedar.ops.precision import widen
 from cedar.ops.route import Routing
 
-__all__ = ["route"]
+__all__ = ["route", "router"]
 
 
 def route(
@@ -23,8 +25,26 @@ def route(
         scores = logits_TE.sigmoid()
     else:
         scores = F.softplus(logits_TE).sqrt()
-    experts = (scores + bias).topk(active, dim=-1).indices
+    # `topk` leaves open which of two equal values it takes.
+    experts = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[..., :active]
     weights = scores.gather(-1, experts)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return Routing(experts, weights * route_scale, scores)
+
+
+def router(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias: Tensor,
+    active: int,
+    *,
+    temp: float,
+    score_func: str,
+    normalize: bool,
+    route_scale: float,
+) -> Routing:
+    logits = linear(widen(x_TD), weight_ED) / temp
+    return route(
+        logits, bias, active, score_func=score_func, normalize=normalize, route_scale=route_scale
+    )
