@@ -1,8 +1,13 @@
 """Sparse attention at decode: 64 heads x 512, a window of 128 FP8 rows and 512 FP4 rows a query.
 
-Columns: floor, ours, the FlashMLA legacy kernel if it can be imported (it reads 584-byte rows of
-another format), and plain PyTorch (gather, dequantise, multiply).
+Ours rotates queries and output on the way; ``unrotated`` does not. Where a request has
+several tokens (drafts to verify), their windows overlap and their selections differ.
+
+Columns: floor, ours, FlashMLA's Hopper kernel if it can be imported (it reads 584-byte rows of
+another format), and plain PyTorch (gather, dequantise, multiply; eager and compiled).
 """
+
+from functools import partial
 
 import torch
 from benchmarks.ops.measure import (
@@ -14,16 +19,21 @@ from benchmarks.ops.measure import (
     timed,
     timed_eager,
 )
+from benchmarks.ops.peers import compiled, flash_mla
 from torch import Tensor
 
+from cedar.ops.rope.reference import rotate
 from cedar.ops.sparse_attention import PackedRows, Source
 from cedar.ops.sparse_attention import reference as plain
 from cedar.ops.sparse_attention import triton as kernel
 from cedar.quant import FP4_MAIN, FP8_ROW
 
-HEADS, WIDTH, WINDOW, TOPK = 64, 512, 128, 512
+HEADS, WIDTH, WINDOW, TOPK, TURNED = 64, 512, 128, 512, 64
+FEW = 4  # queries that are compared with float64
 ROWS = 1 << 18
+SIZES = ((1, 1), (1, 6), (8, 1), (32, 1), (8, 6), (128, 1), (32, 6), (256, 1))
 Case = tuple[Tensor, tuple[Source, ...], Tensor, float]
+Rotary = tuple[Tensor, Tensor]
 
 
 def storages() -> tuple[Tensor, Tensor]:
@@ -42,10 +52,13 @@ def storages() -> tuple[Tensor, Tensor]:
     return near, far
 
 
-def inputs(seed: int, queries: int, near: Tensor, far: Tensor) -> Case:
+def inputs(seed: int, queries: int, near: Tensor, far: Tensor, tokens: int = 1) -> Case:
+    """``tokens`` neighbouring queries are one request's."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     q = torch.randn(queries, HEADS, WIDTH, generator=g, device="cuda").bfloat16()
-    first = torch.randint(0, len(near) - WINDOW, (queries, 1), generator=g, device="cuda")
+    most = len(near) - WINDOW - tokens
+    first = torch.randint(0, most, (queries // tokens, 1, 1), generator=g, device="cuda")
+    first = (first + torch.arange(tokens, device="cuda").unsqueeze(1)).view(queries, 1)
     window = (first + torch.arange(WINDOW, device="cuda")).int()
     chosen = torch.randint(0, len(far), (queries, TOPK), generator=g, device="cuda")
     chosen = chosen.sort(1).values.int()
@@ -54,38 +67,53 @@ def inputs(seed: int, queries: int, near: Tensor, far: Tensor) -> Case:
     return q, sources, sink, WIDTH**-0.5
 
 
-def exact(case: Case) -> Tensor:
+def angles(queries: int) -> Rotary:
+    g = torch.Generator(device="cuda").manual_seed(5)
+    angle = 6 * torch.rand(queries, TURNED // 2, generator=g, device="cuda")
+    return angle.cos(), angle.sin()
+
+
+def exact(case: Case, rotary: Rotary) -> Tensor:
+    """The first queries' output; the rotated queries are rounded, everything after is not."""
     q, sources, sink, scale = case
-    few = tuple(s._replace(slots_TK=s.slots_TK[:4].long()) for s in sources)
-    return plain.sparse_attention(q[:4].double(), few, sink.double(), scale)
+    few = tuple(s._replace(slots_TK=s.slots_TK[:FEW].long()) for s in sources)
+    turn = (rotary[0][:FEW], rotary[1][:FEW])
+    turned = rotate(q[:FEW], *turn).double()
+    return rotate(plain.sparse_attention(turned, few, sink.double(), scale), *turn, inverse=True)
 
 
 def main() -> None:
     need_gpu()
     near, far = storages()
     report = Report("sparse_attention")
-    for queries in (1, 8, 32, 128, 256):
+    for requests, tokens in SIZES:
+        queries = requests * tokens
         moved = queries * (WINDOW * 528 + TOPK * 288 + 2 * HEADS * WIDTH * 2)
         flop = queries * 4 * HEADS * (WINDOW + TOPK) * WIDTH
-        count = sets_for(moved)
-        cases = [inputs(seed, queries, near, far) for seed in range(count)]
-        found = kernel.sparse_attention(*cases[0])
+        cases = [inputs(seed, queries, near, far, tokens) for seed in range(sets_for(moved))]
+        rotary = angles(queries)
+        found = kernel.rotated_attention(*cases[0], rotary)
+        peers = flash_mla.decode(cases) | compiled.compiled(gathered, cases, moved)
         report.line(
-            {"queries": queries, "heads": HEADS, "width": WIDTH, "slots": WINDOW + TOPK},
+            {
+                "queries": queries,
+                "tokens": tokens,
+                "heads": HEADS,
+                "width": WIDTH,
+                "slots": WINDOW + TOPK,
+            },
             floor=floor_us(moved, flop),
-            error=relative_error(found[:4], exact(cases[0])),
+            error=relative_error(found[:FEW], exact(cases[0], rotary)),
             bound=1e-2,
-            ours=lambda cases=cases: timed(
-                [lambda c=c: kernel.sparse_attention(*c) for c in cases]
-            ),
+            ours=partial(timed, [partial(kernel.rotated_attention, *c, rotary) for c in cases]),
             others={
-                "flash_mla": "not compared here: other row formats; see the performance page",
-                "pytorch": lambda cases=cases: timed_eager(
-                    [lambda c=c: gathered(*c) for c in cases[:2]]
-                ),
+                "unrotated": partial(timed, [partial(kernel.sparse_attention, *c) for c in cases]),
+                **peers.others,
+                "pytorch": partial(timed_eager, [partial(gathered, *c) for c in cases[:2]]),
             },
             bytes=moved,
             flop=flop,
+            **peers.more,
         )
 
 

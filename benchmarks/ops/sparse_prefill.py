@@ -2,17 +2,19 @@
 
 64 heads x 512 over 640 rows a query: ``model`` sees a window of 128 rows, which neighbouring
 queries share, and 512 random ones of a longer context; ``random`` sees random rows of a storage
-larger than the L2 cache. ``research`` is 8 heads x 128 over 256 rows.
+larger than the L2 cache. ``research`` is 8 heads x 128 over 256 rows. ``packed`` is the engine's
+prefill, forward only: a window of bfloat16 rows, FP4 rows of a packed storage, and the rotation of
+queries and output in the same launch. Names as arguments choose some of them.
 
-Columns: floor, ours, the FlashMLA sparse prefill kernel if it can be imported (forward, one
-source, no sink), and PyTorch (gather and two products, compiled forward, eager backward). FLOP:
+Columns: floor, ours, FlashMLA's sparse prefill kernel if it can be imported (forward, one
+source), and PyTorch (gather and two products, compiled forward, eager backward). FLOP:
 ``4 N K H`` a query forward, five products instead of two backward. A floor counts every input
 read once and every output written once; the gathered rows are read K times from the L2 cache.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from benchmarks.ops.measure import (
@@ -20,15 +22,19 @@ from benchmarks.ops.measure import (
     Sample,
     floor_us,
     need_gpu,
-    peer,
     relative_error,
     timed,
     timed_eager,
 )
+from benchmarks.ops.peers import flash_mla
 from torch import Tensor
 
-from cedar.ops.sparse_attention import Rows, prefill
+from cedar.ops.packed import pack_rows
+from cedar.ops.rope.reference import rotate
+from cedar.ops.sparse_attention import PackedRows, Rows, prefill
 from cedar.ops.sparse_attention import reference as plain
+from cedar.ops.sparse_attention import triton as forward_kernel
+from cedar.quant import FP4_MAIN
 
 Case = tuple[Tensor, tuple[Rows, ...], Tensor, float]
 CHUNK = 512  # queries that plain PyTorch takes at a time
@@ -127,32 +133,6 @@ def eager_backward(case: Case, grad: Tensor) -> Callable[[], Sample]:
     return run
 
 
-def flash_mla(case: Case) -> Callable[[], Sample] | str:
-    module: Any = peer("flash_mla")
-    if module is None:
-        return "not importable here"
-    q, sources, _, scale = case
-    if q.shape[1] != 64:
-        return "takes 64 or 128 heads"
-    rows = torch.cat([s.rows_RH for s in sources])
-    first = [0, len(sources[0].rows_RH)]
-    slots = torch.cat(
-        [
-            torch.where(s.slots_TK >= 0, s.slots_TK + start, -1)
-            for s, start in zip(sources, first, strict=True)
-        ],
-        dim=1,
-    )
-    slots = slots.int().unsqueeze(1).contiguous()
-
-    def call() -> Any:
-        return module.flash_mla_sparse_fwd(
-            q, rows.unsqueeze(1), slots, scale, d_v=512, use_legacy=True
-        )
-
-    return lambda: timed([call], replays=8)
-
-
 def measure(report: Report, name: str) -> None:
     case = inputs(name)
     q, sources, sink, scale = case
@@ -171,15 +151,17 @@ def measure(report: Report, name: str) -> None:
         "kernels": prefill.kernels_for(q, sources).name,
     }
     moved = 2 * (2 * q.numel() + rows) + index
+    peers = flash_mla.prefill(case)
     report.line(
         {"pass": "forward", **about},
         floor=floor_us(moved, flop),
         error=relative_error(prefill.sparse_attention(*few), exact(few)[0]),
         bound=5e-3,
         ours=lambda: timed([lambda: prefill.forward(q, sources, sink, scale, out, log_sum)]),
-        others={"flash_mla": flash_mla(case), "pytorch_compiled": compiled(case)},
+        others={**peers.others, "pytorch_compiled": compiled(case)},
         bytes=moved,
         flop=flop,
+        **peers.more,
     )
     moved = 2 * (4 * q.numel() + rows) + index + 4 * rows
 
@@ -200,11 +182,46 @@ def measure(report: Report, name: str) -> None:
         )
 
 
+def measure_packed(report: Report, queries: int) -> None:
+    q, (near, far), sink, scale = inputs("model", queries)
+    packed = PackedRows(pack_rows(far.rows_RH, FP4_MAIN), far.slots_TK.int(), FP4_MAIN)
+    size = {**SIZES["model"], "queries": queries}
+    flop = 4 * queries * 64 * 640 * 512
+    angle = 6 * torch.rand(queries, 32, device="cuda")
+    rotary = (angle.cos(), angle.sin())
+    call = partial(forward_kernel.rotated_attention, q, (near, packed), sink, scale, rotary)
+    last = slice(queries - 8, queries)
+    turn = (rotary[0][last], rotary[1][last])
+    sources = (
+        Rows(near.rows_RH.double(), near.slots_TK[last]),
+        packed._replace(slots_TK=packed.slots_TK[last]),
+    )
+    turned = rotate(q[last], *turn).double()
+    exact_out = plain.sparse_attention(turned, sources, sink.double(), scale)
+    moved = 4 * q.numel() + near.rows_RH.nbytes + packed.raw_RB.nbytes
+    moved += near.slots_TK.nbytes + packed.slots_TK.nbytes
+    report.line(
+        {"pass": "forward", "case": "packed", **size, "rows": ROWS["model"]},
+        floor=floor_us(moved, flop),
+        error=relative_error(call()[last], rotate(exact_out, *turn, inverse=True)),
+        bound=5e-3,
+        ours=partial(timed, [call]),
+        others={},
+        bytes=moved,
+        flop=flop,
+    )
+
+
 def main() -> None:
     need_gpu()
     report = Report("sparse_prefill")
-    for name in SIZES:
-        measure(report, name)
+    chosen = sys.argv[1:] or [*SIZES, "packed"]
+    for name in chosen:
+        if name == "packed":
+            for queries in (128, 512, 2048, 4096):
+                measure_packed(report, queries)
+        else:
+            measure(report, name)
 
 
 def backward_error(case: Case, deterministic: bool) -> float:

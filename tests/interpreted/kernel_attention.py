@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cedar.ops.rope.reference import rotate
 from cedar.ops.sparse_attention import PackedRows, Rows
 from cedar.ops.sparse_attention import reference as plain
 from cedar.ops.sparse_attention import triton as kernel
@@ -77,6 +78,59 @@ def test_large_queries_and_sinks_do_not_overflow() -> None:
         assert out.isfinite().all()
         if shift:
             assert_close(out, want.float(), FLOAT32)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("heads", "width", "turned"), [(3, 64, 16), (5, 96, 96), (4, 32, 2), (20, 64, 64)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_on_the_way_in_and_out(
+    heads: int, width: int, turned: int, splits: int, dtype: torch.dtype
+) -> None:
+    q, sources, sink, scale = attention_case(
+        seed=11, queries=3, heads=heads, width=width, kinds=("window", "main"), slots=(9, 40),
+        dtype=dtype,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(12)
+    angle = torch.randn(3, turned // 2, generator=g) * 3
+    rotary = (angle.cos(), angle.sin())
+    out, apart = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    kernel.launch(q, sources, sink, scale, out, rotary, splits=splits)
+    kernel.launch(rotate(q, *rotary), sources, sink, scale, apart, splits=splits)
+    assert_bitwise(out, rotate(apart, *rotary, inverse=True))
+    assert (out != apart).any()
+    if dtype is torch.float32:
+        want = plain.rotated_attention(q.double(), sources, sink.double(), scale, rotary)
+        assert_close(out, want.float(), FLOAT32)
+
+
+def test_rotated_attention_takes_every_input() -> None:
+    """More channels than there are go nowhere; gradients and odd widths go to the reference."""
+    q, sources, sink, scale = attention_case(
+        seed=13, queries=3, heads=2, width=32, kinds=("values", "values"), slots=(5, 20)
+    )
+    angle = torch.arange(24.0).view(3, 8)
+    rotary = (angle.cos(), angle.sin())
+    rotated = kernel.rotated_attention
+    assert "34 rotated" in (kernel.unsupported(q, sources, (torch.ones(3, 17),) * 2) or "")
+    want = plain.rotated_attention(q, sources, sink, scale, rotary)
+    assert_close(rotated(q, sources, sink, scale, rotary), want, FLOAT32)
+    assert rotated(q[:0], tuple(s._replace(slots_TK=s.slots_TK[:0]) for s in sources), sink,
+                   scale, (rotary[0][:0], rotary[1][:0])).shape == (0, 2, 32)  # fmt: skip
+    odd = tuple(s._replace(rows_RH=s.rows_RH[:, :24]) for s in sources if isinstance(s, Rows))
+    assert_bitwise(
+        rotated(q[..., :24], odd, sink, scale, rotary),
+        plain.rotated_attention(q[..., :24], odd, sink, scale, rotary),
+    )
+    learned = q.clone().requires_grad_()
+    out = rotated(learned, sources, sink, scale, rotary)
+    assert_close(out.detach(), want, FLOAT32)
+    (found,) = torch.autograd.grad(out.sum(), learned)
+    (exact,) = torch.autograd.grad(
+        plain.rotated_attention(learned, sources, sink, scale, rotary).sum(), learned
+    )
+    assert_close(found, exact, FLOAT32)
 
 
 def test_every_code_of_both_formats() -> None:

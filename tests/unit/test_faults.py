@@ -598,7 +598,7 @@ def test_pages_behind_two_to_the_31_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     def wrapped(self: PagedMain, entries: Tensor) -> Any:
         """Byte offsets modulo 2^31."""
         most = 2**31 // self.entries_PEB[0].numel()
-        return real(replace(self, tables=tuple(table % most for table in self.tables)), entries)
+        return real(replace(self, table_BP=self.table_BP % most), entries)
 
     monkeypatch.setattr(PagedMain, "select", wrapped)
     with pytest.raises(AssertionError):

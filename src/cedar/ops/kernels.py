@@ -42,6 +42,7 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         return "; at the released shape one written for Hopper by hand (Gluon)"
 
     products = LinearKernels()
+    rows = "reads packed rows in place; with gradients, too" + by_hand(sparse_attention)
     few = "few tokens: reads packed weights once, norm and cast of the input included"
     scores = "reads packed index keys in place" + by_hand(index_score)
     choose = "exact, ties to the lowest number"
@@ -61,9 +62,9 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "engram_ids": Kernel(engram_hash.engram_ids, "one launch for all layers and the history"),
         "engram_rows": Kernel(engram_rows.engram_rows, "reads packed rows, in host memory, too"),
         "engram_gate": Kernel(engram_gate.engram_gate, "one launch"),
-        "sparse_attention": Kernel(
-            sparse_attention.sparse_attention,
-            "reads packed rows in place; forward only" + by_hand(sparse_attention),
+        "sparse_attention": Kernel(sparse_attention.sparse_attention, rows),
+        "rotated_attention": Kernel(
+            sparse_attention.rotated_attention, rows + "; rotations included"
         ),
         "index_scan": Kernel(index_score.index_scan, scores),
         "index_pool": Kernel(index_score.index_pool, scores),
@@ -75,8 +76,8 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "router": Kernel(route.router, "products, scores and choice in two launches"),
         "experts": Kernel(
             experts.experts,
-            "reads packed FP4 weights in place, few tokens with the shared expert; forward only; by "
-            "hand (Gluon) for widths of whole 128s on compute capability 9.0",
+            "reads packed FP4 weights in place, few tokens with the shared expert; forward only; "
+            "by hand (Gluon) for widths of whole 128s on compute capability 9.0",
         ),
         "mhc_step": Kernel(mhc.MhcStepKernel(), "one launch a sublayer; 4 streams"),
     }

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from cedar.quant import BlockFormat
 
-__all__ = ["AttentionMass", "PackedRows", "Rows", "Source", "SparseAttention"]
+__all__ = [
+    "AttentionMass",
+    "PackedRows",
+    "RotatedAttention",
+    "Rows",
+    "Source",
+    "SparseAttention",
+]
 
 
 class Rows(NamedTuple):
@@ -49,6 +56,23 @@ class SparseAttention(Protocol):
 
     def __call__(
         self, q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
+    ) -> Tensor: ...
+
+
+class RotatedAttention(Protocol):
+    """``rotated_attention(q [T, N, H], sources, sink [N], scale, rotary) -> [T, N, H]``.
+
+    `SparseAttention` between two rotations by ``rotary``, ``(cos [T, r/2], sin [T, r/2])``: q is
+    rotated as in `cedar.ops.rope.Rotate`, the output is rotated back, each rounded to q's type.
+    """
+
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        sources: tuple[Source, ...],
+        sink_N: Tensor,
+        scale: float,
+        rotary: tuple[Tensor, Tensor],
     ) -> Tensor: ...
 
 

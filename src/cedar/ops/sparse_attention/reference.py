@@ -6,9 +6,10 @@ from torch import Tensor
 
 from cedar.ops.packed import unpack_rows
 from cedar.ops.precision import widen
+from cedar.ops.rope.reference import rotate
 from cedar.ops.sparse_attention import Rows, Source
 
-__all__ = ["attention_mass", "sparse_attention"]
+__all__ = ["attention_mass", "rotated_attention", "sparse_attention"]
 
 BLOCK = 64  # slots per step of the running softmax
 _FLOOR = -1e30  # a running maximum that every score exceeds
@@ -29,6 +30,17 @@ def sparse_attention(
         for t in range(0, q_TNH.shape[0], chunk)
     ]
     return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
+
+
+def rotated_attention(
+    q_TNH: Tensor,
+    sources: tuple[Source, ...],
+    sink_N: Tensor,
+    scale: float,
+    rotary: tuple[Tensor, Tensor],
+) -> Tensor:
+    o = sparse_attention(rotate(q_TNH, *rotary), sources, sink_N, scale)
+    return rotate(o, *rotary, inverse=True)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""The released shape of sparse attention on Hopper, with layouts chosen by hand (Gluon).
+"""Sparse attention over FP8 windows and FP4 rows on Hopper, for heads 512 wide: decode.
 
-Same mathematics as `cedar.ops.sparse_attention.triton`, for 64 heads of 512 bfloat16 channels, a
-window of FP8 rows and FP4 main rows. What the portable kernel leaves to the compiler is fixed here:
+Same mathematics as `cedar.ops.sparse_attention.packed_triton`; what that leaves to the compiler is
+fixed here. All warps unpack, 64 or 128 rows at a time, then all multiply:
 
 * two warpgroups share a tile of ``TILE`` slots: half of the slots each for the scores, half of
   the channels each for the output, so no product is computed twice;
@@ -23,6 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cedar.ops.sparse_attention.packed_gluon_rows import (
+    ROTARY_WIDTH,
+    column_halves,
+    columns_joined,
+    rotate_pairs,
+)
 from cedar.ops.triton_unpack import (
     FP4_LIFT,
     FP8_LIFT,
@@ -33,8 +39,6 @@ from cedar.ops.triton_unpack import (
 
 __all__ = ["attend"]
 
-# Triton 3.6 calls it by its older name.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _MAIN = gl.constexpr(MAIN_SHRINK)
 _WINDOW = gl.constexpr(WINDOW_SHRINK)
 # A warp takes a row at a time, a lane 8 bytes of it; words, because a value that is carried
@@ -177,10 +181,10 @@ def _probabilities(
 
 @gluon.jit
 def _accumulate(
-    p_buffers, k_evens, k_odds, only, shrink, acc_even, acc_odd,
-    TILE: gl.constexpr, OUT: gl.constexpr, PENDING: gl.constexpr,
+    p_buffers, k_evens, k_odds, only, shrink, acc_even, acc_odd, TILE: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
-    """Add probabilities times rows. ``PENDING``: the second half may still be under way."""
+    """Add probabilities times rows."""
     p = p_buffers.index(only)
     k_even, k_odd = k_evens.index(only), k_odds.index(only)
     less = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OUT)), 1)
@@ -190,7 +194,7 @@ def _accumulate(
         even, odd = k_even.slice(half * 64, 64), k_odd.slice(half * 64, 64)
         acc_even = warpgroup_mma(part, even, acc_even, is_async=True)
         acc_odd = warpgroup_mma(part, odd, acc_odd, is_async=True)
-    return warpgroup_mma_wait(2 if PENDING else 0, deps=[acc_even, acc_odd])
+    return warpgroup_mma_wait(0, deps=[acc_even, acc_odd])
 
 
 @gluon.jit
@@ -203,22 +207,44 @@ def _finish(top, total, sink):
     return gl.where(below > 0, kept / below, 0.0)
 
 
-@gluon.jit(do_not_specialize=["tiles_per_split"])
+@gluon.jit
+def _turned(even, odd, cos, sin, t, BACK: gl.constexpr):
+    """bfloat16 pairs of a query, up to the last; those that have an angle rotated, or back."""
+    LAYOUT: gl.constexpr = even.type.layout
+    COUNT: gl.constexpr = even.shape[1]
+    place = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT)) - (COUNT - ROTARY_WIDTH // 2)
+    turned = place >= 0
+    angle = t.to(gl.int32) * (ROTARY_WIDTH // 2) + place
+    c = gl.load(cos + angle, mask=turned, other=1.0).to(gl.float32)
+    s = gl.load(sin + angle, mask=turned, other=0.0).to(gl.float32)
+    if BACK:
+        s = -s
+    new_even, new_odd = rotate_pairs(even, odd, c[None, :], s[None, :])
+    even = gl.where(turned[None, :], new_even, even)
+    odd = gl.where(turned[None, :], new_odd, odd)
+    return even, odd
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "near_slot_stride", "near_width", "far_slot_stride", "far_width", "tiles_per_split",
+    ]
+)  # fmt: skip
 def attend(
-    q, out, part, stats, sink, near, near_slots, near_stride, near_slot_stride, near_width, far,
-    far_slots, far_stride, far_slot_stride, far_width, q_stride_T, q_stride_N, scale,
-    tiles_per_split, N: gl.constexpr, TILE: gl.constexpr, NEAR_TILES: gl.constexpr,
-    FAR_TILES: gl.constexpr, SHARES: gl.constexpr, OVERLAP: gl.constexpr,
+    q, out, part, stats, sink, cos, sin, near, near_slots, near_stride, near_slot_stride,
+    near_width, far, far_slots, far_stride, far_slot_stride, far_width, q_stride_T, q_stride_N,
+    scale, tiles_per_split, N: gl.constexpr, TILE: gl.constexpr, NEAR_TILES: gl.constexpr,
+    FAR_TILES: gl.constexpr, SHARES: gl.constexpr, ROTARY: gl.constexpr,
 ):  # fmt: skip
     """Program (t, n, s): query t, heads from 64 n on, the s-th run of tiles. SHARES: of several
-    runs, so leave a share to combine. OVERLAP: unpack while the last products are under way."""
+    runs, so leave a share to combine. ``NEAR_TILES``, ``FAR_TILES``: at least so many as the
+    sources have, of the second one more."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, TILE // 2, 16]
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16]
     )
-    HALVES: gl.constexpr = TILE // 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     t = gl.program_id(0).to(gl.int64)
@@ -254,6 +280,12 @@ def attend(
     far_flat.store(far_slot)
     codes0, scales0 = _load_main(far, far_held.index(far_first).slice(0, 64), far_stride)
     low, high = gl.split(gl.reshape(rows, [64, 256, 2]))
+    if ROTARY:
+        # Only the second half of the channels has any to rotate; the rest are other registers.
+        low0, low1 = column_halves(low)
+        high0, high1 = column_halves(high)
+        low1, high1 = _turned(low1, high1, cos, sin, t, False)
+        low, high = columns_joined(low0, low1), columns_joined(high0, high1)
     q_even.index(0).store(low)
     q_odd.index(0).store(high)
 
@@ -263,7 +295,7 @@ def attend(
     acc_odd = gl.zeros([64, 256], gl.float32, OUT)
     for tile in range(first, gl.minimum(last, near_tiles)):
         only = tile >> 30
-        for half in gl.static_range(HALVES):
+        for half in gl.static_range(TILE // 64):
             codes, scales = _load_window(
                 near, near_held.index(tile).slice(half * 64, 64), near_stride
             )
@@ -275,9 +307,9 @@ def attend(
             total, TILE, _WINDOW, SCORES,
         )  # fmt: skip
         acc_even, acc_odd = _accumulate(
-            p_shared, k_even, k_odd, only, shrink, acc_even, acc_odd, TILE, OUT, False
+            p_shared, k_even, k_odd, only, shrink, acc_even, acc_odd, TILE, OUT
         )
-    if HALVES == 2:
+    if TILE == 128:
         codes1, scales1 = _load_main(far, far_held.index(far_first).slice(64, 64), far_stride)
     for tile in range(far_first, last - near_tiles):
         # Always the first and only buffer; but the compiler does not know, and so computes operand
@@ -287,10 +319,7 @@ def attend(
         _unpack_main(codes0, scales0, even_pairs.slice(0, 64), odd_pairs.slice(0, 64))
         # The next tile's bytes arrive while this one is multiplied.
         codes0, scales0 = _load_main(far, after.slice(0, 64), far_stride)
-        if HALVES == 2:
-            if OVERLAP:
-                acc_even, acc_odd = warpgroup_mma_wait(0, deps=[acc_even, acc_odd])
-                _barrier()
+        if TILE == 128:
             _unpack_main(codes1, scales1, even_pairs.slice(64, 64), odd_pairs.slice(64, 64))
             codes1, scales1 = _load_main(far, after.slice(64, 64), far_stride)
         top, total, shrink = _probabilities(
@@ -298,24 +327,23 @@ def attend(
             total, TILE, _MAIN, SCORES,
         )  # fmt: skip
         acc_even, acc_odd = _accumulate(
-            p_shared, k_even, k_odd, only, shrink, acc_even, acc_odd, TILE, OUT, OVERLAP
+            p_shared, k_even, k_odd, only, shrink, acc_even, acc_odd, TILE, OUT
         )
-    if OVERLAP:
-        acc_even, acc_odd = warpgroup_mma_wait(0, deps=[acc_even, acc_odd])
-
     head_top = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    if not SHARES:
-        sinks = gl.load(sink + head_top).to(gl.float32) * 1.4426950408889634
-        factor = gl.convert_layout(_finish(top, total, sinks), gl.SliceLayout(1, OUT))
-        factor = gl.expand_dims(factor, 1)
-        joined = gl.join((acc_even * factor).to(gl.bfloat16), (acc_odd * factor).to(gl.bfloat16))
-        target = out + (t * N + first_head) * 512
-    else:
+    if SHARES:
         row = (t * gl.num_programs(2) + split) * N
         gl.store(stats + 2 * (row + head_top), top)
         gl.store(stats + 2 * (row + head_top) + 1, total)
         joined = gl.join(acc_even, acc_odd)
         target = part + (row + first_head) * 512
+    else:
+        sinks = gl.load(sink + head_top).to(gl.float32) * 1.4426950408889634
+        factor = gl.convert_layout(_finish(top, total, sinks), gl.SliceLayout(1, OUT))[:, None]
+        even, odd = (acc_even * factor).to(gl.bfloat16), (acc_odd * factor).to(gl.bfloat16)
+        if ROTARY:
+            even, odd = _turned(even, odd, cos, sin, t, True)
+        joined = gl.join(even, odd)
+        target = out + (t * N + first_head) * 512
     both = gl.reshape(joined, [64, 512])
     LAYOUT: gl.constexpr = both.type.layout
     head_out = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
