@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cedar.ops import composed
 from cedar.ops.cast import Cast
 from cedar.ops.cast.reference import cast
 from cedar.ops.compress import Compress, CompressRing
@@ -32,8 +31,8 @@ from cedar.ops.experts.reference import experts
 from cedar.ops.index_score import IndexPool, IndexScan, IndexScore, IndexScoreRows
 from cedar.ops.index_score import reference as index_score
 from cedar.ops.latent import Latent, Latents
-from cedar.ops.latent.reference import latents
-from cedar.ops.linear import LinearOp
+from cedar.ops.latent import reference as latent
+from cedar.ops.linear import LinearOp, Project, ProjectGroups, WideLinear
 from cedar.ops.linear import reference as linear
 from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand, MhcStep
 from cedar.ops.mhc import reference as mhc
@@ -51,7 +50,7 @@ from cedar.ops.select import (
     SelectScan,
 )
 from cedar.ops.select import reference as select
-from cedar.ops.sparse_attention import AttentionMass, SparseAttention
+from cedar.ops.sparse_attention import AttentionMass, RotatedAttention, SparseAttention
 from cedar.ops.sparse_attention import reference as sparse_attention
 from cedar.ops.window import WindowPlaces
 from cedar.ops.window.reference import window_places
@@ -74,9 +73,9 @@ class Ops:
 
     cast: Cast
     linear: LinearOp
-    project: Any
-    project_groups: Any
-    wide_linear: Any
+    project: Project
+    project_groups: ProjectGroups
+    wide_linear: WideLinear
     rms_norm: RmsNorm
     rotate: Rotate
     rotary_tables: RotaryTables
@@ -99,7 +98,7 @@ class Ops:
     select_scan: SelectScan
     select_pool: SelectPool
     sparse_attention: SparseAttention
-    rotated_attention: Any
+    rotated_attention: RotatedAttention
     attention_mass: AttentionMass
     engram_hash: EngramHash
     engram_ids: EngramIds
@@ -123,7 +122,9 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "cast": cast,
         "linear": linear.linear,
-        "latents": latents,
+        "project_groups": linear.project_groups,
+        "wide_linear": linear.wide_linear,
+        "latents": latent.latents,
         "window_places": window_places,
         "rms_norm": norm.rms_norm,
         "rotate": rope.rotate,
@@ -154,14 +155,13 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
+# Made of other operations, so that a model with one of those exchanged still means what it says.
 _COMPOSED: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "latent": composed.latent,
-        "project": composed.project,
-        "project_groups": composed.project_groups,
-        "wide_linear": composed.wide_linear,
-        "rotated_attention": composed.rotated_attention,
-        "mhc_step": composed.mhc_step,
+        "latent": latent.latent,
+        "project": linear.project,
+        "rotated_attention": sparse_attention.rotated_attention,
+        "mhc_step": mhc.mhc_step,
     }
 )
 
@@ -170,7 +170,7 @@ def with_operations(ops: Ops, **changes: Any) -> Ops:
     """The same with some operations exchanged, also inside those that are composed of them."""
     changed = replace(ops, **changes)
     again: dict[str, Any] = {
-        name: partial(f, changed) for name, f in _COMPOSED.items() if name not in changes
+        name: partial(f, parts=changed) for name, f in _COMPOSED.items() if name not in changes
     }
     return replace(changed, **again)
 
@@ -196,7 +196,7 @@ def select_ops(device: torch.device | str = "cpu", *, kernels: bool = True) -> O
             "plain PyTorch runs on every device"
         )
     parts = SimpleNamespace(**chosen)
-    chosen = {name: partial(f, parts) for name, f in _COMPOSED.items()} | chosen
+    chosen = {name: partial(f, parts=parts) for name, f in _COMPOSED.items()} | chosen
     choices = tuple(
         OpChoice(op=name, implementation="triton", reason=found[name].note)
         if name in found

@@ -1,5 +1,8 @@
 """The three operations, one after the other."""
 
+from types import SimpleNamespace
+from typing import Any
+
 from torch import Tensor
 
 from cedar.ops.cast.reference import cast
@@ -12,6 +15,8 @@ from cedar.quant import BlockFormat
 
 __all__ = ["latent", "latent_write", "latents"]
 
+_PLAIN: Any = SimpleNamespace(cast=cast, rms_norm=rms_norm, rotate=rotate)
+
 
 def latent(
     x: Tensor,
@@ -20,11 +25,13 @@ def latent(
     rotary: tuple[Tensor, Tensor],
     fmt: BlockFormat | None,
     inverse: bool = False,
+    *,
+    parts: Any = _PLAIN,
 ) -> Tensor:
     if weight is not None:
-        x = rms_norm(x, weight, eps)
-    x = rotate(x, *rotary, inverse)
-    return x if fmt is None else cast(x, fmt)
+        x = parts.rms_norm(x, weight, eps)
+    x = parts.rotate(x, *rotary, inverse)
+    return x if fmt is None else parts.cast(x, fmt)
 
 
 def latent_write(

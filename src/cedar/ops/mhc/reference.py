@@ -1,5 +1,8 @@
 """Stream mixing as written in section 1."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,6 +60,14 @@ def mhc_expand(x_TCD: Tensor, y_TD: Tensor, mix: MhcMix) -> Tensor:
     return (added + kept).to(x_TCD.dtype)
 
 
+_PLAIN: Any = SimpleNamespace(
+    mhc_coefficients=mhc_coefficients,
+    mhc_collapse=mhc_collapse,
+    mhc_expand=mhc_expand,
+    rms_norm=rms_norm,
+)
+
+
 def mhc_step(
     x_TCD: Tensor,
     update: tuple[Tensor, MhcMix] | None,
@@ -67,10 +78,11 @@ def mhc_step(
     norm_eps: float,
     hc_eps: float,
     sinkhorn_iters: int,
+    parts: Any = _PLAIN,
 ) -> tuple[Tensor, MhcMix, Tensor]:
     if update is not None:
-        x_TCD = mhc_expand(x_TCD, *update)
-    mix = mhc_coefficients(
+        x_TCD = parts.mhc_expand(x_TCD, *update)
+    mix = parts.mhc_coefficients(
         x_TCD, *parameters, norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters
     )
-    return x_TCD, mix, rms_norm(mhc_collapse(x_TCD, pre_TC), norm_weight, norm_eps)
+    return x_TCD, mix, parts.rms_norm(parts.mhc_collapse(x_TCD, pre_TC), norm_weight, norm_eps)

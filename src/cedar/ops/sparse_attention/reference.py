@@ -1,5 +1,8 @@
 """Gather attention in plain PyTorch, in chunks of queries so that memory stays linear."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,15 +35,23 @@ def sparse_attention(
     return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
 
 
+_PLAIN: Any = SimpleNamespace(rotate=rotate, sparse_attention=sparse_attention)
+
+
 def rotated_attention(
     q_TNH: Tensor,
     sources: tuple[Source, ...],
     sink_N: Tensor,
     scale: float,
     rotary: tuple[Tensor, Tensor],
+    *,
+    parts: Any = _PLAIN,
 ) -> Tensor:
-    o = sparse_attention(rotate(q_TNH, *rotary), sources, sink_N, scale)
-    return rotate(o, *rotary, inverse=True)
+    q = parts.rotate(q_TNH, *rotary)
+    o: Tensor = parts.rotate(
+        parts.sparse_attention(q, sources, sink_N, scale), *rotary, inverse=True
+    )
+    return o
 
 
 @torch.no_grad()
