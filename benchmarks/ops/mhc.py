@@ -1,8 +1,11 @@
 """Single-pass mHC forward at 4 streams x 5120: update, coefficients, collapse, norm.
 
-Columns: floor ((2m + 2) d values a token and the weights once), ours, a plain copy of the same
-bytes, plain PyTorch (the reference composition, eager).
+Columns: floor ((2m + 2) d values a token and the weights once), ours, Liger's and FlashInfer's
+kernels if they can be imported, a plain copy of the same bytes, plain PyTorch (the reference
+composition, eager; with the argument ``compile`` also compiled).
 """
+
+from typing import Any
 
 import torch
 from benchmarks.ops.measure import (
@@ -14,6 +17,7 @@ from benchmarks.ops.measure import (
     timed,
     timed_eager,
 )
+from benchmarks.ops.peers import Columns, compiled, flashinfer, liger
 from torch import Tensor
 
 from cedar.ops.mhc import MhcMix, MhcParameters
@@ -33,6 +37,10 @@ def inputs(seed: int, count: int, parameters: MhcParameters, weight: Tensor) -> 
     x = normal(count, STREAMS, WIDTH).bfloat16()
     mix = MhcMix(normal(count, 4).sigmoid(), normal(count, 4), normal(count, 4, 4).softmax(-1))
     return x, (normal(count, WIDTH).bfloat16(), mix), mix.pre_TC, parameters, weight
+
+
+def step(*case: Any) -> Any:
+    return plain.mhc_step(*case, **SETTINGS)
 
 
 def main() -> None:
@@ -56,6 +64,11 @@ def main() -> None:
         )  # fmt: skip
         source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
+        peers = Columns()  # they compile again for every size
+        if count in (1, 128, 2048, 8192):
+            peers |= flashinfer.mhc(cases, SETTINGS)
+        if count == 8192:
+            peers |= liger.mhc(cases, SETTINGS) | compiled.compiled(step, cases, moved)
         report.line(
             {"tokens": count, "width": WIDTH},
             floor=floor_us(moved, count * 4 * WIDTH * 24 * 2),
@@ -67,12 +80,15 @@ def main() -> None:
             bound=1e-2,
             ours=lambda cases=cases: timed([lambda c=c: kernel(*c, **SETTINGS) for c in cases]),
             others={
+                **peers.others,
                 "copy": lambda a=target, b=source: timed([lambda: a.copy_(b)]),
                 "pytorch": lambda cases=cases: timed_eager(
                     [lambda c=c: plain.mhc_step(*c, **SETTINGS) for c in cases[:2]]
                 ),
             },
             bytes=moved,
+            flop=count * 4 * WIDTH * 24 * 2,
+            **peers.more,
         )
 
 

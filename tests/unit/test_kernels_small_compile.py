@@ -67,7 +67,7 @@ def test_mhc_gradients(count: int, launches: int) -> None:
         compiled = launch.compile()
         assert compiled.stack <= 8, launch.kernel
         assert compiled.uses("HMMA", "HGMMA")
-        assert compiled.shared <= 227 << 10
+        assert 2 * (compiled.shared + 1024) <= 228 << 10  # two share a multiprocessor
         assert not compiled.uses("HFMA3")  # negative control: names are looked up
 
 

@@ -12,7 +12,7 @@ from cedar.ops.experts import packed as experts
 from cedar.ops.index_score import triton as index_score
 from cedar.ops.latent import triton as latent
 from cedar.ops.linear.kernels import LinearKernels
-from cedar.ops.mhc import triton as mhc
+from cedar.ops.mhc import backward_triton as mhc
 from cedar.ops.norm import triton as norm
 from cedar.ops.rope import triton as rope
 from cedar.ops.route import triton as route
@@ -79,5 +79,7 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
             "reads packed FP4 weights in place, few tokens with the shared expert; forward only; "
             "by hand (Gluon) for widths of whole 128s on compute capability 9.0",
         ),
-        "mhc_step": Kernel(mhc.MhcStepKernel(), "one launch a sublayer; 4 streams"),
+        "mhc_step": Kernel(
+            mhc.MhcStepTraining(), "one launch a sublayer, 4 streams; with gradients, too"
+        ),
     }

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.ops.mhc import MhcMix, MhcParameters
+from cedar.ops.mhc import MhcMix, MhcParameters, hopper
 from cedar.ops.mhc import backward_gluon as streams
 from cedar.ops.mhc import reference as plain
 from cedar.ops.mhc.sinkhorn_triton import mix_tokens, solve_tokens
@@ -293,6 +293,7 @@ class MhcStepTraining:
 
     def __init__(self) -> None:
         self.plain_step = MhcStepKernel()
+        self._persistent = hopper.Persistent()
 
     def __call__(
         self,
@@ -321,8 +322,7 @@ class MhcStepTraining:
         )
         return (x_TCD if update is None else x_out), MhcMix(*mix), h
 
-    @staticmethod
-    def forward(settings: dict[str, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def forward(self, settings: dict[str, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """New streams, the mix, h; and what the way back wants: z and ρ, and r of every token."""
         x, y, post, comb, pre, fn, base, scale, weight = values
         count, _, width = x.shape
@@ -335,8 +335,15 @@ class MhcStepTraining:
         mix = [torch.empty((count, *more), **wide) for more in ((4,), (4,), (4, 4))]
         h = torch.empty((count, width), dtype=x.dtype, device=x.device)
         x_out = torch.empty_like(x) if y is not None else x
-        parts = torch.empty((splits, 25, count), **wide)
         kept, rates = torch.empty((25, count), **wide), torch.empty(count, **wide)
+        if _TUNED and self._persistent.takes(x, weight):
+            update = None if y is None else (y, MhcMix(pre, post, comb))
+            self._persistent.launch(
+                x, update, pre, MhcParameters(fn, base, scale), weight, x_out, MhcMix(*mix), h,
+                (kept, rates), **settings,
+            )  # fmt: skip
+            return x_out, mix, h, kept, rates
+        parts = torch.empty((splits, 25, count), **wide)
         update_streams[(blocks, splits)](
             x, y, comb, post, pre, fn, x_out, h, parts, count,
             D=width, TOKENS=tokens, CHANNELS=32, COLUMNS=_COLUMNS, PER_SPLIT=per_split,
@@ -397,7 +404,9 @@ def backward(
     )  # fmt: skip
     slices = triton.cdiv(width, channels)
     if times is None:
-        times = max(1, min(triton.cdiv(count, 2 * tokens), 8))
+        # By hand, as many programs as run at once, two on a multiprocessor.
+        most = max(1, 2 * _PROGRAMS // slices) if fast else 8
+        times = max(1, min(triton.cdiv(count, 2 * tokens), most))
     per_program = triton.cdiv(triton.cdiv(count, times), tokens) * tokens
     times = triton.cdiv(count, per_program)
     dx, dy = torch.empty_like(x), None if y is None else torch.empty_like(y)
@@ -409,7 +418,7 @@ def backward(
         per_program,
     )  # fmt: skip
     if fast:
-        streams.kernel[(slices, times)](*arguments, D=width, num_warps=8)
+        streams.kernel[(slices, times)](*arguments, D=width, num_warps=4)
     else:
         _streams[(slices, times)](
             *arguments, D=width, TOKENS=tokens, CHANNELS=channels, COLUMNS=_COLUMNS,

@@ -13,20 +13,22 @@ The projection runs on tensor cores: X' is exact in bfloat16 there and float32 w
 into two bfloat16 parts, 16 bits of mantissa together; float32 streams use float32.
 
 Few tokens are split over the channels. The programs of a token block are then all running (there
-are no more than multiprocessors), wait for one another, and each normalises its own channels; one
-adds up the parts of the projection, in their order. In the interpreter, which runs one program
-after the other, the last one does all of that.
+are no more than two a multiprocessor), wait for one another, and each normalises its own channels;
+the first ones add up the parts of the projection, in their order. In the interpreter, which runs
+one program after the other, the last one does all of that.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005 (the compiler of kernels knows sums of tuples, no unpacking)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.ops.mhc import MhcMix, MhcParameters
+from cedar.ops.mhc import MhcMix, MhcParameters, hopper
 from cedar.ops.mhc import reference as plain
+from cedar.ops.mhc.sinkhorn_triton import sinkhorn
 
 __all__ = ["MhcStepKernel", "unsupported"]
 
@@ -92,38 +94,6 @@ def _project(z, stream, weight, DTYPE: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _column(z, index):
-    """One column of ``z [T, COLUMNS]``."""
-    pick = tl.arange(0, z.shape[1]) == index
-    return tl.sum(tl.where(pick[None, :], z, 0.0), 1)
-
-
-@triton.jit
-def _inverse(x, FAST: tl.constexpr):
-    """1 / x of positive, normal values; one unit in the last place off at most."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
-        )
-    return 1.0 / x
-
-
-@triton.jit
-def _softmax4(a, b, c, d, eps, FAST: tl.constexpr):
-    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    rate = _inverse(a + b + c + d, FAST)
-    return a * rate + eps, b * rate + eps, c * rate + eps, d * rate + eps
-
-
-@triton.jit
-def _share4(a, b, c, d, eps, FAST: tl.constexpr):
-    """Four values over their sum."""
-    rate = _inverse(a + b + c + d + eps, FAST)
-    return a * rate, b * rate, c * rate, d * rate
-
-
-@triton.jit
 def _coefficients(
     z,
     base,
@@ -151,41 +121,20 @@ def _coefficients(
     is_post = (column >= 4) & (column < 8)
     tl.store(post_out + place - 4, 2.0 * gate, mask=known_T[:, None] & is_post[None, :])
 
-    a0, a1, a2, a3 = _column(z, 8), _column(z, 9), _column(z, 10), _column(z, 11)
-    b0, b1, b2, b3 = _column(z, 12), _column(z, 13), _column(z, 14), _column(z, 15)
-    c0, c1, c2, c3 = _column(z, 16), _column(z, 17), _column(z, 18), _column(z, 19)
-    d0, d1, d2, d3 = _column(z, 20), _column(z, 21), _column(z, 22), _column(z, 23)
-    a0, a1, a2, a3 = _softmax4(a0, a1, a2, a3, eps, FAST)
-    b0, b1, b2, b3 = _softmax4(b0, b1, b2, b3, eps, FAST)
-    c0, c1, c2, c3 = _softmax4(c0, c1, c2, c3, eps, FAST)
-    d0, d1, d2, d3 = _softmax4(d0, d1, d2, d3, eps, FAST)
-    for step in range(ITERATIONS):
-        if step > 0:
-            a0, a1, a2, a3 = _share4(a0, a1, a2, a3, eps, FAST)
-            b0, b1, b2, b3 = _share4(b0, b1, b2, b3, eps, FAST)
-            c0, c1, c2, c3 = _share4(c0, c1, c2, c3, eps, FAST)
-            d0, d1, d2, d3 = _share4(d0, d1, d2, d3, eps, FAST)
-        a0, b0, c0, d0 = _share4(a0, b0, c0, d0, eps, FAST)
-        a1, b1, c1, d1 = _share4(a1, b1, c1, d1, eps, FAST)
-        a2, b2, c2, d2 = _share4(a2, b2, c2, d2, eps, FAST)
-        a3, b3, c3, d3 = _share4(a3, b3, c3, d3, eps, FAST)
+    # Through memory, since taking columns out of z would need a barrier for each.
+    place = token_T[:, None] * 16 + column[None, :]
+    is_comb = (column >= 8) & (column < 24)
+    tl.store(comb_out + place - 8, z, mask=known_T[:, None] & is_comb[None, :])
+    tl.debug_barrier()
     line = comb_out + token_T * 16
-    tl.store(line, a0, mask=known_T)
-    tl.store(line + 1, a1, mask=known_T)
-    tl.store(line + 2, a2, mask=known_T)
-    tl.store(line + 3, a3, mask=known_T)
-    tl.store(line + 4, b0, mask=known_T)
-    tl.store(line + 5, b1, mask=known_T)
-    tl.store(line + 6, b2, mask=known_T)
-    tl.store(line + 7, b3, mask=known_T)
-    tl.store(line + 8, c0, mask=known_T)
-    tl.store(line + 9, c1, mask=known_T)
-    tl.store(line + 10, c2, mask=known_T)
-    tl.store(line + 11, c3, mask=known_T)
-    tl.store(line + 12, d0, mask=known_T)
-    tl.store(line + 13, d1, mask=known_T)
-    tl.store(line + 14, d2, mask=known_T)
-    tl.store(line + 15, d3, mask=known_T)
+    logits = ()
+    for n in tl.static_range(16):
+        logit = tl.load(line + n, mask=known_T, other=0.0, cache_modifier=".cg")
+        logits = logits + (logit,)
+    tl.debug_barrier()
+    comb = sinkhorn(logits, eps, ITERATIONS, FAST)
+    for n in tl.static_range(16):
+        tl.store(line + n, comb[n], mask=known_T)
 
 
 @triton.jit
@@ -339,11 +288,13 @@ class MhcStepKernel:
     """`cedar.ops.mhc.MhcStep`; inputs it cannot take go to the reference.
 
     Holds counters of the programs that arrived, for every number of splits; between launches they
-    are multiples of it, so launches that may overlap need instances of their own.
+    are multiples of it, so launches that may overlap need instances of their own. The first call
+    with a number allocates them, so it must not be captured in a graph.
     """
 
     def __init__(self) -> None:
         self._counters: dict[tuple[torch.device, int], Tensor] = {}
+        self._persistent = hopper.Persistent()
 
     def __call__(
         self,
@@ -398,16 +349,29 @@ class MhcStepKernel:
         stages: int = 3,
         warps: int | None = None,
         registers: int | None = None,
+        by_hand: bool | None = None,
     ) -> None:
-        """Run the kernel; a program takes ``tokens`` tokens and 1/``splits`` of the channels."""
+        """Run the kernel; a program takes ``tokens`` tokens and 1/``splits`` of the channels.
+
+        ``by_hand`` chooses the launch of `cedar.ops.mhc.hopper`, by default for many tokens where
+        it can run.
+        """
         count, _, width = x_TCD.shape
+        if by_hand is None:
+            by_hand = _COMPILED and self._persistent.takes(x_TCD, norm_weight)
+        if by_hand:
+            self._persistent.launch(
+                x_TCD, update, pre_TC, parameters, norm_weight, x_out, mix, h_TD,
+                norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters,
+            )  # fmt: skip
+            return
         if tokens is None:
             tokens = 16 if count <= 128 else 64
         if warps is None:
             warps = 8 if tokens == 64 else 4
         if registers is None and warps == 8:
             registers = 128  # two programs fit on a multiprocessor
-        programs = _PROGRAMS * (2 if registers else 1)
+        programs = _PROGRAMS * (2 if warps * (registers or 255) <= 1024 else 1)
         sweep = 128 * 32 * warps // tokens  # as many values as fit in registers
         blocks = triton.cdiv(count, tokens)
         steps = triton.cdiv(width, channels)
