@@ -1,70 +1,246 @@
-"""Write docs/performance.md from the measured lines in benchmarks/results."""
+"""Write docs/performance.md from the measured lines in benchmarks/results.
 
-import json
-from pathlib import Path
-from typing import Any
+`python tools/kernel_table.py` rewrites the page; with ``--picture`` the roofline picture, too
+(that needs matplotlib, the extra ``plots``); with ``--check`` it only says whether the page is up
+to date.
+"""
 
-ROOT = Path(__file__).parents[1]
-FILES = ("h200-ops.jsonl", "h200-ops-experts.jsonl")
+import sys
+from collections.abc import Sequence
+
+from kernel_goals import GOALS, verdict
+from kernel_lines import (
+    BESIDE,
+    PEERS,
+    PLAIN,
+    ROOT,
+    Line,
+    beside,
+    case,
+    fraction,
+    of,
+    ours,
+    peers,
+    read,
+    times,
+)
+
+PAGE = ROOT / "docs" / "performance.md"
 HEAD = """# Kernels on one H200
 
-Written by `python tools/kernel_table.py` from lines with commit and hardware in
-[`h200-ops.jsonl`](../benchmarks/results/h200-ops.jsonl) and
-[`h200-ops-experts.jsonl`](../benchmarks/results/h200-ops-experts.jsonl), which
-`PYTHONPATH=src:. python3 -m benchmarks.ops.NAME` prints: released shapes, random inputs, cold L2,
-CUDA-graph replay, medians in microseconds; every result was compared with float64 before it was
-timed (the error is relative). R is floor over time, the floor being the larger of bytes / 4.3 TB/s
-and FLOP / 790 TFLOP/s.
+Written by `python tools/kernel_table.py` from the lines in
+[`benchmarks/results`](../benchmarks/results), each with its commit, versions and hardware, which
+`PYTHONPATH=src:. python3 -m benchmarks.ops.NAME` and `benchmarks.step` print.
 
-Kernels are not yet the default on a GPU: `select_ops(device, kernels=True)` chooses them, and
-`cedar env` says so. Each was compared with its reference; whole models on them have not been run.
-The kernels for training and prefill and the small fused ones (`sparse_attention/prefill.py`,
-`mhc/backward_triton.py`, `kv_write`, `latent`, `engram_rows`) are tested in the interpreter and
-compiled for Hopper; their benchmarks have not been run in their present form, so they are not here.
+Released shapes, random inputs, cold L2, CUDA-graph replay, medians in microseconds. Every result
+was compared with float64 before it was timed (the error is relative; 0 where results are exact).
+The floor is the larger of bytes / 4.3 TB/s (a copy, measured) and FLOP / 790 TFLOP/s (a bfloat16
+product, measured); R is floor over time, the spread is from the fastest replay to the slowest.
+"Best peer" is the fastest other library that ran; each reads its own format, and the notes say
+what its time leaves out. Plain PyTorch is the faster of eager and `torch.compile`. The kernels
+are the default on a Hopper GPU with Triton: `cedar env` prints which and why.
+
+![Attained TFLOP/s of every case under the roofs of copy and product](images/roofline.png)
 """
 TITLES = {
+    "step": "A whole decode step: 40 layers, released shapes, four sets of experts shared by all",
     "sparse_attention": "Sparse attention at decode: 64 heads of 512, 128 window and 512 main rows",
-    "index_score": "Index scores from packed keys: 32 heads of 128",
+    "sparse_prefill": "Sparse attention for prefill and training: 4096 queries, 64 heads of 512 "
+    "over 128 window and 512 main rows (research: 16,384 queries, 8 heads of 128 over 128 and 128)",
+    "index_score": "Index scores from packed keys, 32 heads of 128; full, reindex: and selection",
     "select": "Selection, exact, ties to the lowest number",
     "mhc": "mHC, one sublayer boundary in one launch: 4 streams of 5120",
-    "experts": "Routed experts on packed FP4 weights: 384 experts, 6 a token, 5120 x 2304",
+    "mhc_backward": "mHC, gradients",
+    "experts": "Experts on packed FP4 weights: 384 experts, 6 a token, 5120 x 2304",
+    "router": "Router: products, scores, choice, weights: 384 experts, 6 a token",
+    "linear": "Linear layers on packed FP8 weights",
+    "small": "Small fused operations",
+    "engram": "Engram: rows and gate",
 }
-CASES = ("kind", "sequences", "tokens", "queries", "entries", "rows", "width", "k", "block")
-OTHERS = {"pytorch": "PyTorch", "copy": "a copy", "grouped_mm_bf16": "bf16 grouped product"}
+# Sizes that a title or another column tells already.
+TOLD = {"sparse_prefill": {"queries", "heads", "width", "slots", "rows", "kernels"}}
+NOTES = {
+    "flash_mla": "FlashMLA (sgl-flash-mla 1.0.0, its Hopper kernels): at decode rows of 584 bytes"
+    " where ours have 528 and 288; at prefill bfloat16 rows of one storage.",
+    "deep_gemm": "DeepGEMM (sgl-deep-gemm 0.1.4.post1): FP8 keys of 132 bytes where ours have 68;"
+    " writes float32 scores, no block maxima; its schedule is made before.",
+    "deep_gemm_fp8": "DeepGEMM, FP8: the two grouped products alone, twice our weight bytes, on"
+    " rows sorted, padded and quantised before: no SwiGLU, no second cast, no sum over experts.",
+    "deep_gemm_flashinfer": "DeepGEMM + FlashInfer: those scores and the best 512 of them; no"
+    " blocks, no physical rows, no promise on ties.",
+    "flashinfer": "FlashInfer 0.6.14: top-k without a promise on ties or order; mHC in V4's order,"
+    " with DeepGEMM's product, in four launches.",
+    "flashinfer_ties": "FlashInfer, ties: its top-k that takes the lowest numbers of equal scores,"
+    " as ours does, in no order.",
+    "liger": "Liger 0.8.5: its Triton kernels for update, coefficients and collapse, DeepGEMM's"
+    " product (its own unrolls 20,480 terms and compiles for many minutes), torch's norm.",
+    "grouped_mm_bf16": "grouped_mm, bf16: `torch._grouped_mm` on bfloat16 weights, four times our"
+    " bytes, with sorting and SwiGLU in plain PyTorch.",
+    "cublas_bf16": "cuBLAS, bf16: `torch.matmul` on bfloat16 weights, twice our bytes, without norm"
+    " and cast.",
+}
+ABSENT = (
+    "Not compared: DeepSelect (no wheel), TileLang's kernels (75 MiB of wheels), fla's NSA (other"
+    " blocks, separate keys and values), kernels for Blackwell alone (288- and 528-byte rows in"
+    " FlashMLA and FlashInfer, Mega-mHC)."
+)
 
 
 def main() -> None:
-    """All tables."""
-    lines = [
-        json.loads(line)
-        for name in FILES
-        for line in (ROOT / "benchmarks" / "results" / name).read_text().splitlines()
-    ]
-    parts = [HEAD]
-    for op, title in TITLES.items():
-        parts.append(table(title, [line for line in lines if line["op"] == op]))
-    (ROOT / "docs" / "performance.md").write_text("\n".join(parts), encoding="utf-8")
+    """Page, picture or check."""
+    lines = read()
+    text = page(lines)
+    if "--check" in sys.argv[1:]:
+        if PAGE.read_text(encoding="utf-8") != text:
+            sys.exit(f"{PAGE.name} is out of date: run python tools/kernel_table.py")
+        return
+    PAGE.write_text(text, encoding="utf-8")
+    if "--picture" in sys.argv[1:]:
+        from kernel_roofline import draw
+
+        draw(lines, PAGE.parent / "images" / "roofline.png")
 
 
-def table(title: str, lines: list[dict[str, Any]]) -> str:
+def page(lines: list[Line]) -> str:
+    """All of it."""
+    names = dict.fromkeys([*TITLES, *(line["op"] for line in lines if "floor_us" in line)])
+    tables = [table(name, of(lines, name)) for name in names if of(lines, name)]
+    parts = [HEAD, goals(lines), faster(lines), *tables, contexts(lines), silent(lines)]
+    return "\n".join([part for part in parts if part] + [made(lines)])
+
+
+def goals(lines: list[Line]) -> str:
+    """What was asked, what was found."""
+    rows = []
+    for goal in GOALS:
+        found = goal.find(lines)
+        sign = ">=" if goal.above else "<="
+        asked = (f"{sign} {value:g}{goal.unit}" for value in (goal.must, goal.aim))
+        said = "" if found is None else f"{found:.3g}{goal.unit}"
+        rows.append([goal.name, goal.what, *asked, said, verdict(goal, found)])
+    text = markdown(
+        ["", "goal, judged by its worst case", "must", "aim", "found", ""], rows, left=2
+    )
+    return f"## Goals\n\n{text}\n"
+
+
+def faster(lines: list[Line]) -> str:
+    """Where our time is not the best one of the line."""
+    rows = []
+    for line in lines:
+        time = ours(line)
+        if time is None:
+            continue
+        for name, other in sorted({**peers(line), **times(line, PLAIN)}.items()):
+            if other < time:
+                about = ", ".join(f"{key} {value}" for key, value in case(line).items())
+                label = PEERS.get(name, PLAIN.get(name) and f"PyTorch, {PLAIN[name]}") or name
+                ratio = f"{time / other:.2f}x"
+                rows.append([line["op"], about, label, us(time), us(other), ratio])
+    head = ["operation", "case", "peer", "ours", "peer's", "faster by"]
+    text = markdown(head, rows, left=3) if rows else "Nowhere, in the lines measured so far."
+    notes = "\n".join(f"- {note}" for note in NOTES.values())
+    return f"## Where a peer is faster\n\n{text}\n\n{notes}\n- {ABSENT}\n"
+
+
+def table(op: str, lines: list[Line]) -> str:
     """One operation's lines, with the columns that tell them apart."""
-    keys = [k for k in CASES if len({line.get(k) for line in lines}) > 1]
-    others = [k for k in OTHERS if any(f"{k}_us" in line for line in lines)]
-    names = [*keys, "floor", "ours", "R", *(OTHERS[k] for k in others), "error"]
-    rows = [
-        [
-            *(str(line.get(k, "")) for k in keys),
-            f"{line['floor_us']:g}",
-            f"{line['ours_us']:g}",
-            f"{line['floor_over_ours']:.2f}",
-            *(f"{line[f'{k}_us']:g}" if f"{k}_us" in line else "" for k in others),
-            f"{line['error']:.1e}",
-        ]
-        for line in lines
+    cases = [case(line) for line in lines]
+    keys = [
+        key
+        for key in dict.fromkeys(key for each in cases for key in each)
+        if len({str(each.get(key)) for each in cases}) > 1 and key not in TOLD.get(op, ())
     ]
-    head = [names, ["---:"] * len(names)]
-    body = "\n".join("| " + " | ".join(row) + " |" for row in (*head, *rows))
-    return f"## {title}\n\n{body}\n"
+    others = list(dict.fromkeys(name for line in lines for name in beside(line)))
+    counts = [k for k in ("kernels_per_reuse_layer", "launches") if any(k in x for x in lines)]
+    rows = []
+    for line, each in zip(lines, cases, strict=True):
+        known = peers(line)
+        best = min(known, key=known.__getitem__, default="")
+        peer = f"{us(known[best])} ({PEERS.get(best, best)})" if best else ""
+        plain = min(times(line, PLAIN).values(), default=None)
+        rows.append(
+            [
+                *(shown(each.get(key, "")) for key in keys),
+                us(line["floor_us"]),
+                us(ours(line)) or "not timed",
+                "" if fraction(line) is None else f"{fraction(line):.2f}",
+                spread(line),
+                peer,
+                us(plain),
+                *(us(beside(line).get(name)) for name in others),
+                *(str(line.get(key, "")) for key in counts),
+                f"{line['error']:.1e}" if "error" in line else "",
+            ]
+        )
+    head = [
+        *keys, "floor", "ours", "R", "spread", "best peer", "plain PyTorch",
+        *(BESIDE.get(name, words(name)) for name in others), *map(words, counts), "error",
+    ]  # fmt: skip
+    used = [n for n, name in enumerate(head) if any(row[n] for row in rows) or name == "best peer"]
+    text = markdown([head[n] for n in used], [[row[n] for n in used] for row in rows])
+    return f"## {TITLES.get(op, words(op).capitalize())}\n\n{text}\n"
+
+
+def contexts(lines: list[Line]) -> str:
+    """A long prompt through the whole engine, if one was measured."""
+    columns = {
+        "tokens": "tokens", "prefill_s": "prefill, s", "prefill_tokens_per_s": "tokens a second",
+        "decode_us": "each further token", "decode_us_after_8K": "after 8K",
+    }  # fmt: skip
+    rows = [[f"{line[key]:,}" for key in columns] for line in of(lines, "long_context")]
+    if not rows:
+        return ""
+    text = markdown(list(columns.values()), rows)
+    return f"## A long context end to end: the bundled model, greedy, one sequence\n\n{text}\n"
+
+
+def silent(lines: list[Line]) -> str:
+    """Peers that a benchmark asked and that gave no time, with their reason."""
+    said: dict[str, None] = {}
+    for line in lines:
+        for name, label in PEERS.items():
+            if isinstance(line.get(name), str):
+                said[f"- {line['op']}, {label}: {line[name]}"] = None
+    text = "\n".join(said) or "None."
+    return f"## Peers without a time\n\n{text}\n"
+
+
+def made(lines: list[Line]) -> str:
+    """Commits and machines of all lines."""
+    commits = sorted({str(line["commit"]).rstrip("+")[:9] for line in lines})
+    machines = sorted({line["devices"].get("cuda:0", "") for line in lines})
+    versions = sorted(
+        {f"torch {v['torch']}, Triton {v['triton']}" for v in (x["versions"] for x in lines)}
+    )
+    text = f"{'; '.join(machines)}. {'; '.join(versions)}. Commits {', '.join(commits)}."
+    return f"## Measured on\n\n{text}\n"
+
+
+def us(value: float | None) -> str:
+    """Microseconds with three digits or so."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def spread(line: Line) -> str:
+    time, ends = ours(line), line.get("spread_us")
+    return f"{100 * (ends[1] - ends[0]) / time:.0f} %" if time and ends else ""
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def shown(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> str:
+    """A table; the first ``left`` columns are text."""
+    bars = ["---" if n < left else "---:" for n in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, bars, *rows))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from cedar.cache.layout import KVLayout
 from cedar.engine.assemble import EngineConfig, build_core
 from cedar.engine.build import LoadedModel, load_model
 from cedar.engine.core import EngineCore
+from cedar.engine.output import TokenLogprob
 from cedar.engine.params import SamplingParams
 from cedar.engine.runner import Decoding, Runner
 from cedar.engine.runner_protocol import Work
@@ -118,26 +119,49 @@ def test_decoding_on_kernels_is_decoding() -> None:
         assert error(got, want) < errors[1] + 0.01
 
 
-def texts(core: EngineCore, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+Text = list[TokenLogprob]
+
+
+def texts(core: EngineCore, prompts: list[list[int]], tokens: int) -> list[Text]:
+    """Greedy texts with the two likeliest tokens at every place."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2)
     for number, prompt in enumerate(prompts):
         core.submit(core.request(prompt, params, id=str(number)))
-    found: dict[str, list[int]] = {}
+    found: dict[str, Text] = {}
     while core.has_work:
         for output in core.step():
             assert output.error is None, output.error
-            found.setdefault(output.id, []).extend(output.tokens)
+            found.setdefault(output.id, []).extend(output.logprobs or ())
     return [found[str(number)] for number in range(len(prompts))]
 
 
-def test_drafts_change_no_greedy_text() -> None:
-    """Of 200 prompts, each alone in its step, so that both sides compute the same products."""
+def margin_where_they_part(one: Text, other: Text) -> float:
+    """How far apart both candidates were at the first token that differs; 0 if none does."""
+    for a, b in zip(one, other, strict=True):
+        if a.token != b.token:
+            return a.top[0][1] - a.top[1][1]
+    return 0.0
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["float32", "graphs"])
+def test_drafts_change_no_greedy_text(exact: bool) -> None:
+    """Of 200 prompts. In float32 no text differs; in bfloat16 a pass over several tokens may round
+    differently from a pass over one, so texts may part where two tokens are as good as equal."""
+    one = load_model("cedar-tiny", device="cuda", dtype=torch.float32) if exact else loaded()
     prompts = [words(20 + 7 * (n % 40), n) for n in range(200)]
     found = []
     for draft in (False, True):
-        core = build_core(
-            loaded(), EngineConfig(draft=draft, max_running=8, pool_tokens=16384, check=True)
+        config = EngineConfig(
+            draft=draft,
+            max_running=16,
+            pool_tokens=16384,
+            decoding="device" if exact else "graphs",
+            check=True,
         )
-        found.append(texts(core, prompts, 24))
-    same = sum(a == b for a, b in zip(*found, strict=True))
-    assert same == 200
+        found.append(texts(build_core(one, config), prompts, 12))
+    margins = [margin_where_they_part(*pair) for pair in zip(*found, strict=True)]
+    if exact:
+        assert margins == [0.0] * 200
+    else:
+        assert max(margins) < 0.1
+        assert sum(margin == 0.0 for margin in margins) > 150
