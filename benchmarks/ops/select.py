@@ -1,11 +1,12 @@
 """Exact top-k of bfloat16 scores, and candidate blocks from block maxima.
 
-Columns: floor (one read of the scores), ours, flashinfer's top-k if it can be imported,
-torch.topk (which promises nothing about ties).
+Columns: floor (one read of the scores), ours, FlashInfer's top-k if it can be imported (with and
+without our rule for ties), torch.topk (which promises nothing about ties).
 """
 
 import torch
-from benchmarks.ops.measure import Report, floor_us, need_gpu, peer, sets_for, timed
+from benchmarks.ops.measure import Report, floor_us, need_gpu, sets_for, timed
+from benchmarks.ops.peers import compiled, flashinfer
 
 from cedar.ops.select import reference as plain
 from cedar.ops.select import triton as kernel
@@ -14,7 +15,6 @@ from cedar.ops.select import triton as kernel
 def main() -> None:
     need_gpu()
     report = Report("select")
-    flashinfer = peer("flashinfer")
     for rows, width, k, block in (
         (1, 1 << 13, 512, 0),
         (1, 1 << 14, 512, 0),
@@ -43,9 +43,7 @@ def main() -> None:
         )
         wrong = float((ours(scores[0]) != want).sum())
 
-        def theirs(scores: list[torch.Tensor] = scores, k: int = k) -> tuple[float, float, float]:
-            return timed([lambda x=x: flashinfer.top_k(x, k) for x in scores], replays=8)
-
+        peers = flashinfer.top_k(scores, k) | compiled.float32_top_k(scores, k)
         report.line(
             {"rows": rows, "width": width, "k": k, "block": block},
             floor=floor_us(moved, 0),
@@ -53,12 +51,13 @@ def main() -> None:
             bound=0,
             ours=lambda scores=scores, ours=ours: timed([lambda x=x: ours(x) for x in scores]),
             others={
-                "flashinfer": theirs if flashinfer else "not importable",
+                **peers.others,
                 "pytorch": lambda scores=scores, k=k: timed(
                     [lambda x=x: x.topk(k, dim=1) for x in scores], replays=8
                 ),
             },
             bytes=moved,
+            **peers.more,
         )
 
 

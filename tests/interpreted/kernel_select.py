@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from cedar.ops.index_score import Scan
+from cedar.ops.select import Place
 from cedar.ops.select import reference as plain
 from cedar.ops.select import triton as kernel
 from cedar.testing import assert_bitwise
@@ -33,49 +35,119 @@ def test_entries(dtype: torch.dtype, ties: bool, width: int, k: int) -> None:
     assert_bitwise(kernel.select_entries(x, k), plain.select_entries(x, k))
 
 
-@pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("ties", [False, True])
-def test_levels(limited: bool, ties: bool) -> None:
-    """Rows cut into parts, and the parts' best into parts again."""
-    x = scores(2, 4, 500, torch.bfloat16, ties=ties)
-    visible = torch.tensor([500, 250, 33, 0])
-    for k, most in ((7, 64), (20, 128)):
-        found = kernel._launch(x, k, visible if limited else None, most=most)
-        assert_bitwise(found, plain.select_entries(x, k, visible if limited else None))
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps so short and cheap that small rows take several."""
+    monkeypatch.setattr(kernel, "_STEP", 128)
+    monkeypatch.setattr(kernel, "_MOST", 16)
+    monkeypatch.setattr(kernel, "_steps", lambda width, k, levels: (levels, start(width, levels)))
 
 
+def start(width: int, levels: int) -> int:
+    return max(16, 1 << (-(-width // 8 ** (levels - 1)) - 1).bit_length())
+
+
+@pytest.mark.usefixtures("short_steps")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ties", [False, True])
-def test_by_groups(ties: bool) -> None:
-    """The best groups hold the best columns, in ties too; own maxima or somebody's."""
-    x = scores(7, 4, 1003, torch.bfloat16, ties=ties)
-    visible = torch.tensor([1003, 500, 33, 0])
-    want = plain.select_entries(x, 9, visible)
+def test_groups_of_groups(dtype: torch.dtype, ties: bool) -> None:
+    """The best groups hold the best columns, in ties too; what is behind is not read."""
+    x = scores(2, 5, 1003, dtype, ties=ties)
+    visible = torch.tensor([1003, 500, 33, 1, 0])
     poisoned = x.where(torch.arange(1003) < visible.unsqueeze(1), INF)
-    for group in (4, 16):
-        best = kernel.block_maxima(poisoned, group, visible)
-        best = best.where(torch.arange(best.shape[1]) * group < visible.unsqueeze(1), INF)
-        groups = kernel._launch(best, 9, visible, block=group, pin=False)
-        found = kernel._launch(poisoned, 9, visible, groups_TK=groups, group=group)
-        assert_bitwise(found, want)
-    whole = kernel.block_maxima(x, 16)
-    groups = kernel._launch(whole, 9, None)
-    found = kernel._launch(x, 9, None, groups_TK=groups, group=16)
-    assert_bitwise(found, plain.select_entries(x, 9))
+    for k in (1, 9, 16):
+        assert_bitwise(kernel.select_entries(x, k), plain.select_entries(x, k))
+        want = plain.select_entries(x, k, visible)
+        assert_bitwise(kernel.select_entries(poisoned, k, visible), want)
+        assert_bitwise(kernel.select_best(poisoned, visible * 8, 8, k),
+                       plain.select_best(poisoned, visible * 8, 8, k))  # fmt: skip
 
 
-def test_long_rows_take_the_way_by_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_PART", 128)
-    x = scores(8, 2, 700, torch.float32)
-    visible = torch.tensor([700, 301])
-    assert_bitwise(kernel.select_entries(x, 5, visible), plain.select_entries(x, 5, visible))
-    assert_bitwise(kernel.select_entries(x, 5), plain.select_entries(x, 5))
-    best = plain.select_best  # somebody's maxima of other groups
-    held = torch.nn.functional.pad(x, (0, 4), value=-INF).unflatten(1, (-1, 8)).amax(2)
-    assert_bitwise(
-        kernel.select_entries(x, 5, visible, best_TM=held, group=8),
-        plain.select_entries(x, 5, visible),
-    )
-    assert_bitwise(kernel.select_best(held, visible, 8, 3), best(held, visible, 8, 3))
+def scanned(x: torch.Tensor, visible: torch.Tensor) -> tuple[Scan, Scan]:
+    """A scan as a kernel may leave it, poison behind what is visible; and without the poison."""
+    x = x.masked_fill(torch.arange(x.shape[1]) >= visible.unsqueeze(1), -INF)
+    parts = [x]
+    for _ in range(2):
+        padded = torch.nn.functional.pad(parts[-1], (0, -parts[-1].shape[1] % 8), value=-INF)
+        parts.append(padded.unflatten(1, (-1, 8)).amax(2))
+    poisoned = [
+        part.where(torch.arange(part.shape[1]) * 8**n < visible.unsqueeze(1), INF)
+        for n, part in enumerate(parts)
+    ]
+    return Scan(*poisoned, 8), Scan(*parts, 8)
+
+
+def where(queries: int, entries: int, per_page: int) -> Place:
+    g = torch.Generator().manual_seed(9)
+    pages = -(-entries // per_page)
+    table = torch.randperm(3 * pages, generator=g).view(3, pages).int()
+    return Place(table, torch.arange(queries) % 3, per_page)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("short", [False, True])
+def test_scans(ties: bool, short: bool, request: pytest.FixtureRequest) -> None:
+    """Entries, their rows and candidate blocks in one launch."""
+    if short:
+        request.getfixturevalue("short_steps")
+    x = scores(3, 5, 1003, torch.bfloat16, ties=ties)
+    visible = torch.tensor([1003, 700, 33, 1, 0])
+    scan, clean = scanned(x, visible)
+    for k, blocks, per_page in ((9, 16, 64), (5, 3, 24), (16, 0, 64)):
+        place = where(5, 1003, per_page)
+        found = kernel.select_scan(scan, visible, k, blocks=blocks, place=place)
+        want = plain.select_scan(clean, visible, k, blocks=blocks, place=place)
+        assert_bitwise(found.entries_TK, want.entries_TK)
+        assert_bitwise(found.rows_TK, want.rows_TK)
+        assert found.rows_TK.dtype == torch.int32
+        assert (found.blocks_TM is None) == (blocks == 0)
+        if blocks:
+            assert_bitwise(found.blocks_TM, want.blocks_TM)
+        assert kernel.select_scan(scan, visible, k).rows_TK is None
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_pools(short: bool, request: pytest.FixtureRequest) -> None:
+    """Columns of a pool become entries of the sequence, in order."""
+    if short:
+        request.getfixturevalue("short_steps")
+    g = torch.Generator().manual_seed(4)
+    blocks = torch.full((4, 30), -1)
+    for t, count in enumerate((30, 17, 1, 0)):
+        blocks[t, :count] = torch.randperm(90, generator=g)[:count].sort().values
+    x = scores(4, 4, 240, torch.bfloat16, ties=True)
+    x = x.masked_fill(blocks.repeat_interleave(8, 1) < 0, -INF)
+    best = x.unflatten(1, (-1, 8)).amax(2)
+    place = where(4, 720, 32)
+    for k in (5, 16):
+        found = kernel.select_pool(x, best, blocks, 8, k, place=place)
+        want = plain.select_pool(x, best, blocks, 8, k, place=place)
+        assert_bitwise(found.entries_TK, want.entries_TK)
+        assert_bitwise(found.rows_TK, want.rows_TK)
+        for row, held in zip(found.entries_TK.tolist(), blocks.tolist(), strict=True):
+            assert all(entry < 0 or entry // 8 in held for entry in row)
+
+
+def test_places() -> None:
+    entries = torch.tensor([[0, 63, 64, -1], [5, 100, 101, 719], [-1, -1, -1, -1]])
+    for per_page in (64, 24):
+        place = where(3, 720, per_page)
+        found = kernel.place(entries, place)
+        assert_bitwise(found, plain.place(entries, place))
+        assert found[1, 3] == place.table[1, 719 // per_page] * per_page + 719 % per_page
+    assert kernel.place(entries[:0], where(0, 720, 64)).shape == (0, 4)
+
+
+def test_what_scans_it_cannot_take_go_to_the_reference() -> None:
+    x = scores(5, 2, 100, torch.float32)
+    visible = torch.tensor([100, 50])
+    _, clean = scanned(x, visible)
+    odd = clean._replace(block=4, best_TM=x.unflatten(1, (-1, 4)).amax(2))
+    for scan in (odd, Scan(x)):
+        found = kernel.select_scan(scan, visible, 5)
+        assert_bitwise(found.entries_TK, plain.select_entries(x, 5, visible))
+    with pytest.raises(ValueError, match="scan with a block"):
+        kernel.select_scan(Scan(x), visible, 5, blocks=2)
 
 
 def test_what_is_behind_is_not_read() -> None:
@@ -85,7 +157,7 @@ def test_what_is_behind_is_not_read() -> None:
     for row, seen in zip(poisoned, visible.tolist(), strict=True):
         row[seen:] = INF
     want = plain.select_entries(x, 9, visible)
-    assert_bitwise(kernel._launch(poisoned, 9, visible, most=64), want)
+    assert_bitwise(kernel.select_entries(poisoned, 9, visible), want)
     assert not torch.equal(kernel.select_entries(poisoned, 9), want)  # negative control
 
 
@@ -98,7 +170,7 @@ def test_blocks(block: int) -> None:
     for k in (1, 6, 70):
         want = plain.select_blocks(x, visible, block, k)
         assert_bitwise(kernel.select_blocks(x, visible, block, k), want)
-        best = kernel.block_maxima(x, block)
+        best, _ = kernel.block_maxima(x, block)
         poisoned = best.masked_fill(
             torch.arange(best.shape[1]) * block >= visible.unsqueeze(1), INF
         )

@@ -5,7 +5,8 @@ tensor-core instruction), so each row's sum over heads stays within a few thread
 
 `index_scan` reads every visible key of a sequence once for all its query tokens (1 to 8: decoding
 and verified drafts) through the page table; programs take tiles of keys in turn, so
-the grid does not depend on the context. It can leave block maxima beside the scores.
+the grid does not depend on the context. It can leave maxima of blocks, and of groups of blocks,
+beside the scores, from which `cedar.ops.select.triton.select_scan` selects.
 `index_pool` reads the keys of each query's candidate blocks only: its cost does not depend on the
 context either.
 
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.ops.index_score import PagedKeys
+from cedar.ops.index_score import PagedKeys, Scan
 from cedar.ops.index_score import reference as plain
 from cedar.ops.packed import row_width
 from cedar.ops.triton_unpack import key_tile, value_tile
@@ -41,7 +42,9 @@ __all__ = ["MOST_QUERIES", "index_pool", "index_scan", "unsupported"]
 MOST_QUERIES = 8
 _KEYS = 128
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_WARPGROUPS = 792  # six for each
+_FAN = 8  # blocks of a group
+# Programs of the scan by hand that are there at once, and their registers, by their queries.
+_WARPGROUPS = {1: (660, 96), 2: (396, None), 4: (396, 168), 6: (396, 168), 8: (264, None)}
 _FLOATS = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -68,11 +71,11 @@ def _scores(
 
 @triton.jit
 def _scan(
-    q, w, raw, table, first, visible, out, best, table_stride, q_stride, w_stride, out_stride,
-    best_stride, page,
+    q, w, raw, table, first, visible, out, best, wide, table_stride, q_stride, w_stride,
+    out_stride, best_stride, wide_stride, page,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, J: tl.constexpr, PAIRS: tl.constexpr,
     STRIDE: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+    FAN: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -107,12 +110,18 @@ def _scan(
             target = best + query[None, :] * best_stride + block[:, None]
             inside = (block * BLOCK < longest)[:, None] & asked[None, :]
             tl.store(target, most.to(DTYPE), mask=inside)
+            GROUPS: tl.constexpr = KEYS // (BLOCK * FAN)
+            most = tl.max(tl.reshape(most, (GROUPS, FAN, Q)), 1)
+            group = tile * GROUPS + tl.arange(0, GROUPS)
+            target = wide + query[None, :] * wide_stride + group[:, None]
+            inside = (group * (BLOCK * FAN) < longest)[:, None] & asked[None, :]
+            tl.store(target, most.to(DTYPE), mask=inside)
 
 
 @triton.jit
 def _pool(
-    q, w, raw, table, sequence, visible, blocks, out, table_stride, q_stride, w_stride,
-    out_stride, blocks_stride, page, count,
+    q, w, raw, table, sequence, visible, blocks, out, best, table_stride, q_stride, w_stride,
+    out_stride, blocks_stride, best_stride, page, count,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, J: tl.constexpr, PAIRS: tl.constexpr,
     STRIDE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
@@ -139,8 +148,11 @@ def _pool(
         total = _scores(
             q_even, q_odd, weight, raw, row, filled, STRIDE, J, PAIRS, 1, SLOTS, DTYPE, FAST
         )
-        score = tl.where(filled, tl.reshape(total, (KEYS,)), float("-inf"))
-        tl.store(out + t * out_stride + member, score.to(DTYPE), mask=inside)
+        score = tl.where(filled, tl.reshape(total, (KEYS,)), float("-inf")).to(DTYPE)
+        tl.store(out + t * out_stride + member, score, mask=inside)
+        most = tl.max(tl.reshape(score.to(tl.float32), (KEYS // BLOCK, BLOCK)), 1)
+        place = tile * (KEYS // BLOCK) + tl.arange(0, KEYS // BLOCK)
+        tl.store(best + t * best_stride + place, most.to(DTYPE), mask=place * BLOCK < count)
 
 
 _COMPILED = isinstance(_scan, triton.JITFunction)  # or run by Triton's interpreter
@@ -170,41 +182,50 @@ def index_scan(
     queries: int,
     block: int = 0,
     by_hand: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Scan:
     """`cedar.ops.index_score.IndexScan`; more than `MOST_QUERIES` go to the reference.
 
     by_hand: use the kernel of `cedar.ops.index_score.hopper`; by default where it fits.
     """
-    if unsupported(q_TIJ, keys) is not None or queries > MOST_QUERIES or _KEYS % max(block, 1):
+    odd = block and _KEYS % (block * _FAN)
+    if unsupported(q_TIJ, keys) is not None or queries > MOST_QUERIES or odd:
         return plain.index_scan(
             q_TIJ, w_TI, keys, visible_T, capacity=capacity, queries=queries, block=block
         )
     count, heads, width = q_TIJ.shape
-    scores = torch.empty((count, capacity), dtype=q_TIJ.dtype, device=q_TIJ.device)
-    blocks = triton.cdiv(capacity, block) if block else 0
-    best = torch.empty((count, blocks), dtype=q_TIJ.dtype, device=q_TIJ.device)
+    scores = _rows(q_TIJ, capacity)
+    best = wide = scores  # nothing is written to them without a block
+    if block:
+        best = _rows(q_TIJ, triton.cdiv(capacity, block))
+        wide = _rows(q_TIJ, triton.cdiv(capacity, block * _FAN))
+    found = Scan(scores, best, wide, block) if block else Scan(scores)
+    if not count or not capacity:
+        return found
     sequences = keys.table.shape[0]
-    if count and capacity:
-        at_once = triton.next_power_of_2(max(queries, 1))
-        if by_hand if by_hand is not None else _fits_hopper(q_TIJ, keys, block):
-            splits = max(1, min(triton.cdiv(capacity, 64), _WARPGROUPS // sequences))
-            hopper.scan[(splits, sequences)](
-                q_TIJ, w_TI, keys.raw.view(torch.int32), keys.table, keys.first, visible_T, scores,
-                best, keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
-                best.stride(0), Q=at_once, PAGE=keys.raw.shape[1], BLOCK=block, num_warps=4,
-            )  # fmt: skip
-            return scores, best if block else None
-        padded = max(16 // at_once, triton.next_power_of_2(heads))
-        splits = max(1, min(triton.cdiv(capacity, _KEYS), _PROGRAMS // sequences))
-        _scan[(splits, sequences)](
-            q_TIJ, w_TI, keys.raw, keys.table, keys.first, visible_T, scores, best,
-            keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
-            best.stride(0), keys.raw.shape[1],
-            HEADS=heads, SLOTS=padded, J=width, PAIRS=width // 2, STRIDE=keys.raw.shape[2],
-            KEYS=_KEYS, Q=at_once, BLOCK=block, DTYPE=_FLOATS[q_TIJ.dtype],
-            FAST=_fast(q_TIJ, keys), STAGES=3, num_warps=8,
+    if by_hand if by_hand is not None else _fits_hopper(q_TIJ, keys, block):
+        group = block * _FAN if block else 16
+        at_once = queries + queries % 2 if queries > 1 else 1
+        at_most, registers = _WARPGROUPS[at_once]
+        programs = max(1, at_most // sequences)
+        hopper.scan[(min(triton.cdiv(capacity, 4 * group), programs), sequences)](
+            q_TIJ, w_TI, keys.raw.view(torch.int32), keys.table, keys.first, visible_T, scores,
+            best, wide, keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
+            best.stride(0), wide.stride(0), Q=at_once, PAGE=keys.raw.shape[1], BLOCK=block,
+            WIDE=group, num_warps=4, maxnreg=registers,
         )  # fmt: skip
-    return scores, best if block else None
+        return found
+    at_once = triton.next_power_of_2(max(queries, 1))
+    padded = max(16 // at_once, triton.next_power_of_2(heads))
+    splits = max(1, min(triton.cdiv(capacity, _KEYS), _PROGRAMS // sequences))
+    _scan[(splits, sequences)](
+        q_TIJ, w_TI, keys.raw, keys.table, keys.first, visible_T, scores, best, wide,
+        keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0), best.stride(0),
+        wide.stride(0), keys.raw.shape[1],
+        HEADS=heads, SLOTS=padded, J=width, PAIRS=width // 2, STRIDE=keys.raw.shape[2],
+        KEYS=_KEYS, Q=at_once, BLOCK=block, FAN=_FAN, DTYPE=_FLOATS[q_TIJ.dtype],
+        FAST=_fast(q_TIJ, keys), STAGES=3, num_warps=8,
+    )  # fmt: skip
+    return found
 
 
 def index_pool(
@@ -217,41 +238,50 @@ def index_pool(
     block: int,
     *,
     by_hand: bool | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`cedar.ops.index_score.IndexPool`; ``by_hand`` as for `index_scan`."""
-    if unsupported(q_TIJ, keys) is not None:
+    if unsupported(q_TIJ, keys) is not None or _KEYS % block:
         return plain.index_pool(q_TIJ, w_TI, keys, sequence_T, visible_T, blocks_TM, block)
     count, heads, width = q_TIJ.shape
-    size = blocks_TM.shape[1] * block
-    scores = torch.empty((count, size), dtype=q_TIJ.dtype, device=q_TIJ.device)
+    members = blocks_TM.shape[1]
+    size = members * block
+    scores, best = _rows(q_TIJ, size), _rows(q_TIJ, members)
     if not scores.numel():
-        return scores
+        return scores, best
     if by_hand if by_hand is not None else _fits_hopper(q_TIJ, keys, block):
-        splits = max(1, min(triton.cdiv(size, 64), _WARPGROUPS // count))
+        splits = max(1, min(triton.cdiv(size, 64), _WARPGROUPS[1][0] // count))
         hopper.pool[(splits, count)](
             q_TIJ, w_TI, keys.raw.view(torch.int32), keys.table, sequence_T, visible_T, blocks_TM,
-            scores, keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
-            blocks_TM.stride(0), size, PAGE=keys.raw.shape[1], BLOCK=block, num_warps=4,
+            scores, best, keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
+            blocks_TM.stride(0), best.stride(0), size, PAGE=keys.raw.shape[1], BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
     else:
         padded = max(16, triton.next_power_of_2(heads))
         splits = max(1, min(triton.cdiv(size, _KEYS), _PROGRAMS // count))
         _pool[(splits, count)](
-            q_TIJ, w_TI, keys.raw, keys.table, sequence_T, visible_T, blocks_TM, scores,
+            q_TIJ, w_TI, keys.raw, keys.table, sequence_T, visible_T, blocks_TM, scores, best,
             keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
-            blocks_TM.stride(0), keys.raw.shape[1], size,
+            blocks_TM.stride(0), best.stride(0), keys.raw.shape[1], size,
             HEADS=heads, SLOTS=padded, J=width, PAIRS=width // 2, STRIDE=keys.raw.shape[2],
             KEYS=_KEYS, BLOCK=block, DTYPE=_FLOATS[q_TIJ.dtype],
             FAST=_fast(q_TIJ, keys), STAGES=3, num_warps=8,
         )  # fmt: skip
-    return scores
+    return scores, best
+
+
+def _rows(q_TIJ: Tensor, width: int) -> Tensor:
+    """``[T, width]``; every row begins where vectors may be read from on."""
+    held = torch.empty((len(q_TIJ), -(-width // 16) * 16), dtype=q_TIJ.dtype, device=q_TIJ.device)
+    return held[:, :width]
 
 
 def _fits_hopper(q_TIJ: Tensor, keys: PagedKeys, block: int) -> bool:
     """Whether the hand-written kernels take these inputs: their one shape."""
     shape = q_TIJ.dtype is torch.bfloat16 and q_TIJ.shape[1:] == (32, 128)
-    blocks = block == 0 or block in (1, 2, 4, 8, 16, 32, 64)
-    if hopper is None or not (shape and blocks and q_TIJ.is_cuda and keys.raw.data_ptr() % 4 == 0):
+    if not shape or block not in (0, 2, 4, 8, 16) or keys.raw.shape[1] % 16:
+        return False
+    if hopper is None or not q_TIJ.is_cuda or keys.raw.data_ptr() % 4:
         return False
     return torch.cuda.get_device_capability(q_TIJ.device) == (9, 0)
 

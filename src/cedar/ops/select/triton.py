@@ -1,21 +1,21 @@
 """Exact top-k by threshold: the k largest scores of a row, ties to the lowest column, ascending.
 
-A program takes up to 8192 columns of a row into registers as order-preserving integers, closes in
-on the k-th largest between the smallest and the largest (each step counts what reaches a guess;
-guesses interpolate, every second one halves), and compacts what is above it, and as many of its
-equals as there is room for, by one prefix sum. No atomics: the result is reproducible.
+One program selects for one row, and narrows long rows down first: the k best groups of
+neighbouring columns hold the k best columns, so it selects among the maxima of groups of 64
+columns, then among the maxima of blocks of 8 inside the chosen groups, then among the columns of
+the chosen blocks. No step holds more than 16384 numbers, whatever the row; rows of up to 16384
+columns take one step. The maxima come with the scores (`cedar.ops.index_score`), else they cost
+one read (`_maxima`).
 
-Rows that one program cannot hold are narrowed down first, in either of two exact ways:
+The steps are in `cedar.ops.select.steps`. No atomics: the result is reproducible, and a row's does
+not depend on the others.
 
-* by *maxima*: the k best groups of neighbouring columns hold the k best columns, so a row needs
-  its groups' maxima selected (recursively), then their columns. The maxima may come from whoever
-  made the scores (`cedar.ops.index_score`), else they cost one read;
-* by *parts*: each part leaves its own k best with their columns, in order, and the same program
-  selects among those; ties keep their order.
+`select_scan` chooses entries and candidate blocks side by side in one launch. Selections of
+entries can leave physical rows beside them (`cedar.ops.select.Place`).
 
-Shapes: scores ``[T, S]``, out int64 ``[T, k]``. Bytes: ``T x S x 2`` (bfloat16) read once. Bound by
-launches and latency except for many long rows. With ``visible``, what lies behind it is skipped on
-the device.
+Shapes: scores ``[T, S]``, out int64 ``[T, k]``. Bytes: ``T x S x 2`` (bfloat16) once if there are
+no maxima, else ``T x S / 32`` and what the chosen groups hold. Bound by latency except for many
+long rows. With ``visible``, what lies behind it is skipped on the device.
 """
 
 # mypy: ignore-errors
@@ -25,265 +25,309 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.dependent_launch import dependent, hand_over
+from cedar.ops.index_score import Scan
+from cedar.ops.select import Chosen, Place
 from cedar.ops.select import reference as plain
+from cedar.ops.select.steps import above, narrow
 
-__all__ = ["block_maxima", "select_best", "select_blocks", "select_entries", "unsupported"]
+__all__ = [
+    "block_maxima",
+    "place",
+    "select_best",
+    "select_blocks",
+    "select_entries",
+    "select_pool",
+    "select_scan",
+    "unsupported",
+]
 
-_PART = 8192
-_MOST = 4096
-_GROUP = 16
-
-
-@triton.jit
-def _ordered(score):
-    """int32 in the order of the scores; 0 and −0 are equal."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+_STEP = 16384  # most numbers that one step selects among
+_FAN = 8  # blocks of a group, and columns of a block
+_MOST = _STEP // _FAN
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
 def _select(
-    scores, keys_in, columns_in, visible, keys_out, columns_out, row_stride, in_stride, width,
-    out_stride, k,
-    PART: tl.constexpr, SLOTS: tl.constexpr, NARROW: tl.constexpr, LEVEL: tl.constexpr,
-    LAST: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr, PIN: tl.constexpr,
-    GROUP: tl.constexpr, MOST: tl.constexpr, EVEN: tl.constexpr,
+    fine, middle, coarse, notes, visible, out, fine_stride, middle_stride, coarse_stride,
+    out_stride, width, k, pool, table, sequence, rows, pool_stride, table_stride, rows_stride,
+    blocks_out, blocks_stride, blocks_k,
+    START: tl.constexpr, SLOTS: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr,
+    LIMITED: tl.constexpr, BLOCK: tl.constexpr, PIN: tl.constexpr, PER_PAGE: tl.constexpr,
+    POOL: tl.constexpr, BLOCKS_START: tl.constexpr, BLOCKS_SLOTS: tl.constexpr,
+    BLOCKS_STEPS: tl.constexpr, NOTES: tl.constexpr, EVEN: tl.constexpr, COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row.
+    """The selection of one row; of a second program the blocks of a scan.
 
-    LEVEL 0 reads scores, later ones what the parts of ``MOST`` columns before them left, k each.
-    GROUP: the candidates are the columns of ``columns_in``'s groups of so many, −1 for none.
-    LAST: write int64 columns; else int32 keys and columns. LIMITED: only ``visible`` columns
-    count. BLOCK: columns are blocks of so many entries, and ``visible`` counts entries. PIN: the
-    block of the newest of them is always kept.
+    LIMITED: only ``visible`` columns exist; BLOCK: columns are blocks of so many entries, which
+    ``visible`` counts; PIN: the newest is always kept. POOL: columns are the entries of the blocks
+    of ``pool`` of so many; their numbers are wanted. PER_PAGE: leave physical rows, too.
     """
+    if PDL:
+        hand_over()
     t = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    LOWEST: tl.constexpr = -2139095041  # the key of −∞
-    HIGHEST: tl.constexpr = 2139095040  # of +∞
-    place = part * PART + tl.arange(0, PART)
-    seen = width
-    entries = 0
-    if LIMITED or BLOCK > 0:
+    seen = tl.full((), width, tl.int32)
+    newest = tl.full((), -1, tl.int32)
+    if LIMITED or PIN:
         entries = tl.load(visible + t).to(tl.int32)
-    if LIMITED:
-        seen = tl.cdiv(entries, BLOCK) if BLOCK > 0 else entries
-        for _level in tl.static_range(LEVEL):
-            seen = tl.cdiv(seen, MOST) * k
-        seen = tl.minimum(seen, width)
-    if LAST or part * PART < seen:
-        if GROUP > 0:
-            group = tl.load(
-                columns_in + t * in_stride + place // GROUP,
-                mask=place < in_stride * GROUP,
-                other=-1,
-            ).to(tl.int32)
-            column = group * GROUP + place % GROUP
-            inside = (group >= 0) & (column < seen)
-            score = tl.load(scores + t * row_stride + column, mask=inside, other=float("-inf"))
-            key = _ordered(score.to(tl.float32))
-        else:
-            column = place
-            inside = place < seen
-            # Whole vectors are loaded where a row is made of them.
-            held = place < tl.cdiv(seen, 16) * 16 if EVEN else inside
-            if LEVEL == 0:
-                score = tl.load(scores + t * row_stride + place, mask=held, other=float("-inf"))
-                key = _ordered(score.to(tl.float32))
-                if BLOCK > 0 and PIN:
-                    newest = tl.where(entries > 0, (entries - 1) // BLOCK, -1)
-                    key = tl.where(place == newest, HIGHEST, key)
-            else:
-                key = tl.load(keys_in + t * in_stride + place, mask=held, other=LOWEST)
-        if NARROW:
-            # The low half of a bfloat16's bits is constant.
-            order = ((key >> 16) + 32768).to(tl.uint32)
-            floor = tl.full((), 127, tl.uint32)
-        else:
-            order = key.to(tl.uint32, bitcast=True) ^ 0x80000000
-            floor = tl.full((), 0x007FFFFF, tl.uint32)
-        order = tl.where(inside, order, 0)
-        there = tl.sum((order > floor).to(tl.int32), 0)
-        kept = tl.minimum(there, k)
-        # ``low`` is reached by at least ``kept`` keys, ``high`` by fewer.
-        low = floor.to(tl.int64) + 1
-        high = tl.max(order, 0).to(tl.int64) + 1
-        reach_low = there
-        reach_high = there * 0
-        halve = there < 0
-        while (high - low > 1) & (reach_low > kept):
-            share = (reach_low - kept).to(tl.float32) / (reach_low - reach_high).to(tl.float32)
-            step = ((high - low).to(tl.float32) * share).to(tl.int64)
-            step = tl.where(halve, (high - low) // 2, step)
-            guess = low + tl.minimum(tl.maximum(step, 1), high - low - 1)
-            reach = tl.sum((order >= guess.to(tl.uint32)).to(tl.int32), 0)
-            enough = reach >= kept
-            low = tl.where(enough, guess, low)
-            reach_low = tl.where(enough, reach, reach_low)
-            high = tl.where(enough, high, guess)
-            reach_high = tl.where(enough, reach_high, reach)
-            halve = halve == 0
-        threshold = low.to(tl.uint32)
-        room = kept - tl.sum((order > threshold).to(tl.int32), 0)
-        level = order == threshold
-        running = tl.cumsum(((order > threshold).to(tl.int32) << 16) | level.to(tl.int32), 0)
-        rank = running & 0xFFFF
-        chosen = ((order > threshold) | (level & (rank <= room))) & (kept > 0)
-        target = (running >> 16) + tl.minimum(rank, room) - 1
-        slot = tl.arange(0, SLOTS)
-        rest = (slot >= kept) & (slot < k)
-        start = t * out_stride + part * k
-        if LEVEL > 0:
-            column = tl.load(columns_in + t * in_stride + place, mask=chosen, other=-1)
-        if LAST:
-            tl.store(columns_out + start + target, column.to(tl.int64), mask=chosen)
-            tl.store(columns_out + start + slot, tl.full((SLOTS,), -1, tl.int64), mask=rest)
-        else:
-            if NARROW:
-                key = ((order.to(tl.int32) - 32768) << 16) | tl.where(order < 32768, 0xFFFF, 0)
-            else:
-                key = (order ^ 0x80000000).to(tl.int32, bitcast=True)
-            tl.store(columns_out + start + target, column, mask=chosen)
-            tl.store(keys_out + start + target, key, mask=chosen)
-            tl.store(columns_out + start + slot, tl.full((SLOTS,), -1, tl.int32), mask=rest)
-            tl.store(keys_out + start + slot, tl.full((SLOTS,), LOWEST, tl.int32), mask=rest)
+        if PIN:
+            newest = above(entries - 1, BLOCK)
+        if LIMITED:
+            seen = tl.minimum(tl.cdiv(entries, BLOCK), width)
+    fine += t * fine_stride
+    middle += t * middle_stride
+    coarse += t * coarse_stride
+    notes += (t * tl.num_programs(1) + tl.program_id(1)) * NOTES
+    slot = tl.arange(0, SLOTS)
+    if BLOCKS_STEPS == 0 or tl.program_id(1) == 0:
+        column, kept = narrow(
+            fine, middle, coarse, notes, seen, newest, k, START, SLOTS, STEPS, FAN, PIN, EVEN,
+            COMPILED,
+        )  # fmt: skip
+        there = slot < kept
+        if POOL > 0:
+            group = tl.load(pool + t * pool_stride + column // POOL, mask=there, other=0)
+            column = tl.where(there, group.to(tl.int32) * POOL + column % POOL, -1)
+        tl.store(out + t * out_stride + slot, column.to(tl.int64), mask=slot < k)
+        if PER_PAGE > 0:
+            table += tl.load(sequence + t).to(tl.int64) * table_stride
+            page = tl.load(table + column // PER_PAGE, mask=there, other=0)
+            row = tl.where(there, page * PER_PAGE + column % PER_PAGE, -1)
+            tl.store(rows + t * rows_stride + slot, row, mask=slot < k)
+    if BLOCKS_STEPS > 0:  # noqa: SIM102 - known when it is compiled
+        if tl.program_id(1) == 1:
+            block, _ = narrow(
+                middle, coarse, coarse, notes, tl.cdiv(seen, FAN), above(seen - 1, FAN), blocks_k,
+                BLOCKS_START, BLOCKS_SLOTS, BLOCKS_STEPS, FAN, True, EVEN, COMPILED,
+            )  # fmt: skip
+            place = tl.arange(0, BLOCKS_SLOTS)
+            blocks_out += t * blocks_stride
+            tl.store(blocks_out + place, block.to(tl.int64), mask=place < blocks_k)
 
 
 @triton.jit
 def _maxima(
-    scores, best, visible, row_stride, best_stride, width, blocks, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, COUNT: tl.constexpr, LIMITED: tl.constexpr, EVEN: tl.constexpr,
+    scores, best, wide, visible, row_stride, best_stride, wide_stride, width, blocks, groups,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, FAN: tl.constexpr,
+    LIMITED: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of ``COUNT`` blocks of one row; blocks behind ``visible`` are left alone."""
+    """Maxima of ``COUNT`` blocks of one row and of FAN blocks; none behind ``visible``."""
+    if PDL:
+        hand_over()
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    seen = width
+    seen = tl.full((), width, tl.int32)
     if LIMITED:
-        seen = tl.minimum(tl.load(visible + t).to(tl.int32), width)
+        seen = tl.minimum(tl.cdiv(tl.load(visible + t).to(tl.int32), UNIT), width)
     if tl.program_id(1) * COUNT * BLOCK < seen or not LIMITED:
-        lane = tl.arange(0, WIDE)
+        lane = tl.arange(0, PADDED)
         column = block[:, None] * BLOCK + lane[None, :]
         inside = (lane < BLOCK)[None, :] & (column < seen)
+        # Whole vectors are loaded where a row is made of them.
         held = column < tl.cdiv(seen, 16) * 16 if EVEN else inside
         score = tl.load(scores + t * row_stride + column, mask=held, other=float("-inf"))
         most = tl.max(tl.where(inside, score.to(tl.float32), float("-inf")), 1)
         tl.store(best + t * best_stride + block, most.to(score.dtype), mask=block < blocks)
+        if FAN > 0:
+            most = tl.max(tl.reshape(most, (COUNT // FAN, FAN)), 1)
+            group = tl.program_id(1) * (COUNT // FAN) + tl.arange(0, COUNT // FAN)
+            tl.store(wide + t * wide_stride + group, most.to(score.dtype), mask=group < groups)
+
+
+@triton.jit
+def _place(
+    entries, table, sequence, rows, entries_stride, table_stride, rows_stride, k,
+    SLOTS: tl.constexpr, PER_PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        hand_over()
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    entry = tl.load(entries + t * entries_stride + slot, mask=slot < k, other=-1).to(tl.int32)
+    table += tl.load(sequence + t).to(tl.int64) * table_stride
+    page = tl.load(table + entry // PER_PAGE, mask=entry >= 0, other=0)
+    row = tl.where(entry >= 0, page * PER_PAGE + entry % PER_PAGE, -1)
+    tl.store(rows + t * rows_stride + slot, row, mask=slot < k)
+
+
+_COMPILED = isinstance(_select, triton.JITFunction)  # or run by Triton's interpreter
 
 
 def unsupported(scores_TS: Tensor, k: int) -> str | None:
     """Why the kernel cannot take these inputs; None if it can."""
-    if scores_TS.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if scores_TS.dtype not in _FLOATS:
         return f"scores in {scores_TS.dtype}"
     if k > _MOST:
         return f"k is {k}: expected at most {_MOST}"
+    if scores_TS.shape[1] > 2 * _STEP * _FAN**2:
+        return f"{scores_TS.shape[1]} columns: expected at most {2 * _STEP * _FAN**2}"
     if scores_TS.shape[1] and scores_TS.stride(1) != 1:
         return "scores with a strided last dimension"
     return None
 
 
-def select_entries(
-    scores_TS: Tensor,
-    k: int,
-    visible_T: Tensor | None = None,
-    *,
-    best_TM: Tensor | None = None,
-    group: int = _GROUP,
-) -> Tensor:
-    """`cedar.ops.select.SelectEntries`; inputs it cannot take go to the reference.
-
-    best: maxima of groups of ``group`` columns, where somebody has them already (undefined behind
-    ``visible``).
-    """
+def select_entries(scores_TS: Tensor, k: int, visible_T: Tensor | None = None) -> Tensor:
+    """`cedar.ops.select.SelectEntries`; inputs it cannot take go to the reference."""
     if unsupported(scores_TS, k) is not None:
         return plain.select_entries(scores_TS, k, visible_T)
-    if scores_TS.shape[1] <= _PART or group * k > _PART:
-        return _launch(scores_TS, k, visible_T)
-    if best_TM is None:
-        best_TM = block_maxima(scores_TS, group, visible_T)
-    groups = _launch(best_TM, k, visible_T, block=group if visible_T is not None else 0, pin=False)
-    return _launch(scores_TS, k, visible_T, groups_TK=groups, group=group)
+    best, wide = None, None
+    if scores_TS.shape[1] > _STEP:
+        best, wide = block_maxima(scores_TS, _FAN, visible_T)
+    return _launch(scores_TS, best, wide, k, visible_T).entries_TK
 
 
 def select_blocks(scores_TS: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
     """`cedar.ops.select.SelectBlocks`; inputs it cannot take go to the reference."""
     if unsupported(scores_TS, k) is not None:
         return plain.select_blocks(scores_TS, visible_T, block, k)
-    return _launch(block_maxima(scores_TS, block), k, visible_T, block=block, limited=False)
+    best, wide = block_maxima(scores_TS, block)
+    return _launch(best, wide, None, k, visible_T, limited=False, block=block, pin=True).entries_TK
 
 
 def select_best(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
     """`cedar.ops.select.SelectBest`; inputs it cannot take go to the reference."""
     if unsupported(best_TM, k) is not None:
         return plain.select_best(best_TM, visible_T, block, k)
-    return _launch(best_TM, k, visible_T, block=block)
+    middle, coarse = None, None
+    if best_TM.shape[1] > _STEP:
+        middle, coarse = block_maxima(best_TM, _FAN, visible_T, block)
+    return _launch(best_TM, middle, coarse, k, visible_T, block=block, pin=True).entries_TK
 
 
-def block_maxima(scores_TS: Tensor, block: int, visible_T: Tensor | None = None) -> Tensor:
-    """Maxima ``[T, ⌈S / block⌉]`` of blocks of ``block`` columns, of the visible ones only."""
+def select_scan(
+    scan: Scan, visible_T: Tensor, k: int, *, blocks: int = 0, place: Place | None = None
+) -> Chosen:
+    """`cedar.ops.select.SelectScan`; inputs it cannot take go to the reference."""
+    scores, best, wide, block = scan
+    fits = unsupported(scores, max(k, blocks)) is None and block == _FAN
+    if not fits or best is None or wide is None:
+        return plain.select_scan(scan, visible_T, k, blocks=blocks, place=place)
+    return _launch(scores, best, wide, k, visible_T, where=place, blocks=blocks)
+
+
+def select_pool(
+    scores_TC: Tensor,
+    best_TM: Tensor,
+    blocks_TM: Tensor,
+    block: int,
+    k: int,
+    *,
+    place: Place | None = None,
+) -> Chosen:
+    """`cedar.ops.select.SelectPool`; inputs it cannot take go to the reference."""
+    if unsupported(scores_TC, k) is not None or block != _FAN:
+        return plain.select_pool(scores_TC, best_TM, blocks_TM, block, k, place=place)
+    return _launch(scores_TC, best_TM, None, k, None, where=place, pool=blocks_TM)
+
+
+def place(entries_TK: Tensor, where: Place) -> Tensor:
+    """`cedar.ops.select.PlaceEntries`."""
+    count, k = entries_TK.shape
+    rows = torch.empty((count, k), dtype=torch.int32, device=entries_TK.device)
+    if rows.numel():
+        _place[(count, triton.cdiv(k, 1024))](
+            entries_TK, where.table, where.sequence_T, rows, entries_TK.stride(0),
+            where.table.stride(0), rows.stride(0), k,
+            SLOTS=min(1024, triton.next_power_of_2(k)), PER_PAGE=where.per_page, num_warps=4,
+            **dependent(rows.device, count),
+        )  # fmt: skip
+    return rows
+
+
+def block_maxima(
+    scores_TS: Tensor, block: int, visible_T: Tensor | None = None, unit: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Maxima of blocks of ``block`` columns, and of 8 blocks.
+
+    With ``visible``, which counts columns of ``unit`` entries, of the visible ones only; undefined
+    behind them.
+    """
     count, width = scores_TS.shape
     blocks = triton.cdiv(width, block)
+    groups = triton.cdiv(blocks, _FAN)
     best = torch.empty((count, blocks), dtype=scores_TS.dtype, device=scores_TS.device)
+    wide = torch.empty((count, groups), dtype=scores_TS.dtype, device=scores_TS.device)
     if best.numel():
-        wide = triton.next_power_of_2(block)
-        at_once = max(1, 4096 // wide)
-        _maxima[(count, triton.cdiv(blocks, at_once))](
-            scores_TS, best, visible_T, scores_TS.stride(0), best.stride(0), width, blocks,
-            BLOCK=block, WIDE=wide, COUNT=at_once, LIMITED=visible_T is not None,
-            EVEN=wide == block and width % 16 == 0 and scores_TS.stride(0) % 16 == 0, num_warps=4,
+        padded = triton.next_power_of_2(block)
+        at_once = max(_FAN, 4096 // padded)
+        programs = triton.cdiv(blocks, at_once)
+        _maxima[(count, programs)](
+            scores_TS, best, wide, visible_T, scores_TS.stride(0), best.stride(0), wide.stride(0),
+            width, blocks, groups, BLOCK=block, PADDED=padded, COUNT=at_once, FAN=_FAN,
+            LIMITED=visible_T is not None, UNIT=unit,
+            EVEN=padded == block and width % 16 == 0 and scores_TS.stride(0) % 16 == 0, num_warps=4,
+            **dependent(best.device, count * programs),
         )  # fmt: skip
-    return best
+    return best, wide
+
+
+def _steps(width: int, k: int, levels: int) -> tuple[int, int]:
+    """How many steps select k of ``width`` columns fastest, and how many numbers the first reads.
+
+    levels: scores and how many levels of maxima there are.
+    """
+    each = k * _FAN + 2048  # what one more step costs, in numbers that a step reads
+    starts = [-(-width // _FAN**n) for n in range(levels)]
+    costs = [start + n * each if start <= 2 * _STEP else 2**40 for n, start in enumerate(starts)]
+    steps = costs.index(min(costs))
+    return steps + 1, max(16, triton.next_power_of_2(starts[steps]))
 
 
 def _launch(
-    scores_TS: Tensor,
+    fine_TS: Tensor,
+    middle: Tensor | None,
+    coarse: Tensor | None,
     k: int,
     visible_T: Tensor | None,
     *,
-    limited: bool | None = None,
-    block: int = 0,
-    pin: bool = True,
-    groups_TK: Tensor | None = None,
-    group: int = 0,
-    most: int = _PART,
+    limited: bool = True,
+    block: int = 1,
+    pin: bool = False,
+    where: Place | None = None,
+    pool: Tensor | None = None,
+    blocks: int = 0,
     elements: int = 32,
-    registers: int | None = None,
-) -> Tensor:
-    """Select level by level until one program holds a whole row.
+) -> Chosen:
+    """Select k of ``fine``'s columns; of ``middle``'s, the blocks of a scan, ``blocks`` as well.
 
-    limited: read only what ``visible`` counts (default: if it is given), in blocks of ``block``
-    entries if there are any; the newest is kept in any case unless ``pin`` is False. groups: take
-    only the columns of these groups of ``group``.
+    middle, coarse: maxima of 8 columns each and of 8 of these. limited: only the columns that
+    ``visible`` counts exist (as blocks of ``block`` entries); pin: the newest is always kept.
+    pool: columns are the entries of these blocks of 8.
     """
-    count, width = scores_TS.shape
-    device = scores_TS.device
-    limited = visible_T is not None if limited is None else limited
-    out = torch.empty((count, k), dtype=torch.int64, device=device)
-    if not out.numel():
-        return out
-    keys, columns = None, groups_TK
-    row_stride, level = scores_TS.stride(0), 0
-    in_stride, size = (0, width) if groups_TK is None else (k, k * group)
-    while True:
-        # Short rows do not pay for long ones.
-        last = size <= most
-        part = max(16, triton.next_power_of_2(size)) if last else most
-        parts = 1 if last else triton.cdiv(size, part)
-        if last:
-            next_keys = next_columns = out
-        else:
-            if groups_TK is not None or (level and parts * k >= size):
-                raise ValueError(f"parts of {most} columns cannot be narrowed down to {k}")
-            next_keys = torch.empty((count, parts * k), dtype=torch.int32, device=device)
-            next_columns = torch.empty_like(next_keys)
-        _select[(count, parts)](
-            scores_TS, keys, columns, visible_T, next_keys, next_columns, row_stride, in_stride,
-            width if groups_TK is not None else size, next_columns.stride(0), k,
-            PART=part, SLOTS=triton.next_power_of_2(k), NARROW=scores_TS.dtype is torch.bfloat16,
-            LEVEL=level, LAST=last, LIMITED=limited, BLOCK=block, PIN=pin, GROUP=group, MOST=most,
-            EVEN=size % 16 == 0 and (row_stride if level == 0 else in_stride) % 16 == 0,
-            num_warps=max(1, min(32, part // (32 * elements))), maxnreg=registers,
-        )  # fmt: skip
-        if last:
-            return out
-        keys, columns, level = next_keys, next_columns, level + 1
-        size = in_stride = parts * k
+    count, width = fine_TS.shape
+    device = fine_TS.device
+    entries = torch.empty((count, k), dtype=torch.int64, device=device)
+    rows = torch.empty((count, k), dtype=torch.int32, device=device) if where else None
+    kept = torch.empty((count, blocks), dtype=torch.int64, device=device) if blocks else None
+    if not count or not k:
+        return Chosen(entries, rows, kept)
+    levels = 1 if middle is None else 2 if coarse is None else 3
+    steps, start = _steps(width, k, levels)
+    slots = max(2, triton.next_power_of_2(k))
+    lanes = max(start, slots * _FAN if steps > 1 else 0)
+    other_steps, other_start, other_slots = 0, 16, 16
+    if blocks:
+        other_steps, other_start = _steps(triton.cdiv(width, _FAN), blocks, levels - 1)
+        other_slots = max(2, triton.next_power_of_2(blocks))
+        lanes = max(lanes, other_start, other_slots * _FAN if other_steps > 1 else 0)
+    programs = 2 if blocks else 1
+    size = 3 * max(slots, other_slots)
+    notes = torch.empty((count, programs, size), dtype=torch.int32, device=device)
+    absent = fine_TS  # stands in for what a kernel is not going to read
+    middle = absent if middle is None else middle
+    coarse = absent if coarse is None else coarse
+    _select[(count, programs)](
+        fine_TS, middle, coarse, notes, visible_T, entries, fine_TS.stride(0), middle.stride(0),
+        coarse.stride(0), entries.stride(0), width, k, pool, where.table if where else None,
+        where.sequence_T if where else None, rows, pool.stride(0) if pool is not None else 0,
+        where.table.stride(0) if where else 0, k, kept, blocks, blocks,
+        START=start, SLOTS=slots, STEPS=steps, FAN=_FAN,
+        LIMITED=limited and visible_T is not None, BLOCK=block, PIN=pin,
+        PER_PAGE=where.per_page if where else 0, POOL=_FAN if pool is not None else 0,
+        BLOCKS_START=other_start, BLOCKS_SLOTS=other_slots, BLOCKS_STEPS=other_steps, NOTES=size,
+        EVEN=all(x.stride(0) % 16 == 0 for x in (fine_TS, middle, coarse)), COMPILED=_COMPILED,
+        num_warps=max(1, min(32, lanes // (32 * elements))), **dependent(device, count * programs),
+    )  # fmt: skip
+    return Chosen(entries, rows, kept)
