@@ -40,12 +40,14 @@ def wide(*shape: int) -> Tensor:
     return empty(*shape, dtype=torch.float32)
 
 
-def mhc_launches(count: int) -> tuple[list[Launch], list[Launch]]:
+def mhc_launches(
+    count: int, width: int = WIDTH, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Launch], list[Launch]]:
     """Portable ones of both passes; and those by hand."""
-    x, y = empty(count, 4, WIDTH), empty(count, WIDTH)
+    x, y = empty(count, 4, width, dtype=dtype), empty(count, width, dtype=dtype)
     values = (
-        x, y, wide(count, 4), wide(count, 4, 4), wide(count, 4), wide(24, 4 * WIDTH), wide(24),
-        wide(3), empty(WIDTH),
+        x, y, wide(count, 4), wide(count, 4, 4), wide(count, 4), wide(24, 4 * width), wide(24),
+        wide(3), empty(width, dtype=dtype),
     )  # fmt: skip
     grads = (x, wide(count, 4), wide(count, 4), wide(count, 4, 4), y)
     with recorded(backward_triton) as portable, recorded(backward_gluon, mhc_hopper) as tuned:
@@ -69,6 +71,14 @@ def test_mhc_gradients(count: int, launches: int) -> None:
         assert compiled.uses("HMMA", "HGMMA")
         assert 2 * (compiled.shared + 1024) <= 228 << 10  # two share a multiprocessor
         assert not compiled.uses("HFMA3")  # negative control: names are looked up
+
+
+def test_mhc_gradients_in_float32() -> None:
+    portable, tuned = mhc_launches(70, 320, torch.float32)
+    assert len(portable) == 7
+    assert not tuned
+    for launch in portable:
+        assert launch.compile().registers > 0, launch.kernel
 
 
 def small_launches() -> Iterator[Launch]:

@@ -69,22 +69,27 @@ def _into(entry_T, stream: tl.constexpr, known_T):
 
 
 @triton.jit
-def _learn(acc, zeta, stream, FULL: tl.constexpr):
+def _learn(acc, zeta, stream, DTYPE: tl.constexpr):
     """``acc + ζᵀ · stream``, in full precision with a ζ of two parts."""
-    if FULL:
-        return tl.dot(tl.trans(zeta), stream, acc, input_precision="ieee")
-    high = zeta.to(tl.bfloat16)
-    low = (zeta - high.to(tl.float32)).to(tl.bfloat16)
-    acc = tl.dot(tl.trans(high), stream, acc)
-    return tl.dot(tl.trans(low), stream, acc)
+    # One way out: what stands behind a return is compiled, too.
+    if DTYPE == tl.float32:
+        acc = tl.dot(tl.trans(zeta), stream, acc, input_precision="ieee")
+    else:
+        high = zeta.to(tl.bfloat16)
+        low = (zeta - high.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(tl.trans(high), stream, acc)
+        acc = tl.dot(tl.trans(low), stream, acc)
+    return acc
 
 
 @triton.jit
-def _reach(zeta, weight, FULL: tl.constexpr):
+def _reach(zeta, weight, DTYPE: tl.constexpr):
     """``ζ · fn`` of one stream."""
-    if FULL:
-        return tl.dot(zeta, weight, input_precision="ieee")
-    return tl.dot(zeta.to(tl.bfloat16), weight)
+    if DTYPE == tl.float32:
+        found = tl.dot(zeta, weight, input_precision="ieee")
+    else:
+        found = tl.dot(zeta.to(tl.bfloat16), weight)
+    return found
 
 
 @triton.jit
@@ -93,7 +98,6 @@ def _streams(
     D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
     UPDATE: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    FULL: tl.constexpr = DTYPE == tl.float32
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     column = tl.arange(0, COLUMNS)
     owned = channel < D
@@ -145,10 +149,10 @@ def _streams(
             s1 = rounded(q1 * new + (c01 * x0 + c11 * x1 + c21 * x2 + c31 * x3), DTYPE, FAST)
             s2 = rounded(q2 * new + (c02 * x0 + c12 * x1 + c22 * x2 + c32 * x3), DTYPE, FAST)
             s3 = rounded(q3 * new + (c03 * x0 + c13 * x1 + c23 * x2 + c33 * x3), DTYPE, FAST)
-        a0 = _learn(a0, zeta, s0, FULL)
-        a1 = _learn(a1, zeta, s1, FULL)
-        a2 = _learn(a2, zeta, s2, FULL)
-        a3 = _learn(a3, zeta, s3, FULL)
+        a0 = _learn(a0, zeta, s0, DTYPE)
+        a1 = _learn(a1, zeta, s1, DTYPE)
+        a2 = _learn(a2, zeta, s2, DTYPE)
+        a3 = _learn(a3, zeta, s3, DTYPE)
         n0, n1, n2, n3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
         collapsed = (p0 * n0 + p1 * n1 + p2 * n2 + p3 * n3).to(DTYPE).to(tl.float32)
         d_weight += slope * collapsed * rate
@@ -159,10 +163,10 @@ def _streams(
         tl.store(into + 32, tl.sum(dc * n1, 1), mask=known)
         tl.store(into + 64, tl.sum(dc * n2, 1), mask=known)
         tl.store(into + 96, tl.sum(dc * n3, 1), mask=known)
-        g0 = p0 * dc - kappa * n0 + _reach(zeta, f0, FULL)
-        g1 = p1 * dc - kappa * n1 + _reach(zeta, f1, FULL)
-        g2 = p2 * dc - kappa * n2 + _reach(zeta, f2, FULL)
-        g3 = p3 * dc - kappa * n3 + _reach(zeta, f3, FULL)
+        g0 = p0 * dc - kappa * n0 + _reach(zeta, f0, DTYPE)
+        g1 = p1 * dc - kappa * n1 + _reach(zeta, f1, DTYPE)
+        g2 = p2 * dc - kappa * n2 + _reach(zeta, f2, DTYPE)
+        g3 = p3 * dc - kappa * n3 + _reach(zeta, f3, DTYPE)
         if UPDATE:
             g0 += tl.load(dx_new + place, mask=inside, other=0.0).to(tl.float32)
             g1 += tl.load(dx_new + place + D, mask=inside, other=0.0).to(tl.float32)

@@ -25,14 +25,17 @@ def rounded(x, DTYPE: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _project(z, stream, weight, FULL: tl.constexpr):
+def _project(z, stream, weight, DTYPE: tl.constexpr):
     """``z + stream · weightᵀ``; float32 weights in two parts unless everything is float32."""
-    if FULL:
-        return tl.dot(stream, tl.trans(weight), z, input_precision="ieee")
-    high = weight.to(tl.bfloat16)
-    low = (weight - high.to(tl.float32)).to(tl.bfloat16)
-    z = tl.dot(stream, tl.trans(high), z)
-    return tl.dot(stream, tl.trans(low), z)
+    # One way out: what stands behind a return is compiled, too.
+    if DTYPE == tl.float32:
+        z = tl.dot(stream, tl.trans(weight), z, input_precision="ieee")
+    else:
+        high = weight.to(tl.bfloat16)
+        low = (weight - high.to(tl.float32)).to(tl.bfloat16)
+        z = tl.dot(stream, tl.trans(high), z)
+        z = tl.dot(stream, tl.trans(low), z)
+    return z
 
 
 @triton.jit
@@ -55,7 +58,6 @@ def update_streams(
 ):  # fmt: skip
     """New streams, their collapse before its norm, and of a share of the channels the sums z and
     ``Σ X'²``: ``parts [splits, 25, T]``."""
-    FULL: tl.constexpr = DTYPE == tl.float32
     split = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     known = token < count
@@ -98,10 +100,10 @@ def update_streams(
             tl.store(x_out + place + 3 * D, s3, mask=inside)
         rows = (column < 24)[:, None] & (here < D)[None, :]
         line = fn + column[:, None] * (4 * D) + here[None, :]
-        z = _project(z, s0, tl.load(line, mask=rows, other=0.0), FULL)
-        z = _project(z, s1, tl.load(line + D, mask=rows, other=0.0), FULL)
-        z = _project(z, s2, tl.load(line + 2 * D, mask=rows, other=0.0), FULL)
-        z = _project(z, s3, tl.load(line + 3 * D, mask=rows, other=0.0), FULL)
+        z = _project(z, s0, tl.load(line, mask=rows, other=0.0), DTYPE)
+        z = _project(z, s1, tl.load(line + D, mask=rows, other=0.0), DTYPE)
+        z = _project(z, s2, tl.load(line + 2 * D, mask=rows, other=0.0), DTYPE)
+        z = _project(z, s3, tl.load(line + 3 * D, mask=rows, other=0.0), DTYPE)
         f0, f1, f2, f3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
         squares += f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3
         collapsed = p0 * f0 + p1 * f1 + p2 * f2 + p3 * f3
