@@ -43,7 +43,6 @@ from cedar.ops.rope import reference as rope
 from cedar.ops.route import Router
 from cedar.ops.route.reference import router
 from cedar.ops.select import (
-    SelectBest,
     SelectBlocks,
     SelectEntries,
     SelectPool,
@@ -94,7 +93,6 @@ class Ops:
     index_pool: IndexPool
     select_entries: SelectEntries
     select_blocks: SelectBlocks
-    select_best: SelectBest
     select_scan: SelectScan
     select_pool: SelectPool
     sparse_attention: SparseAttention
@@ -140,7 +138,6 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "index_pool": index_score.index_pool,
         "select_entries": select.select_entries,
         "select_blocks": select.select_blocks,
-        "select_best": select.select_best,
         "select_scan": select.select_scan,
         "select_pool": select.select_pool,
         "sparse_attention": sparse_attention.sparse_attention,
