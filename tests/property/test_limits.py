@@ -312,7 +312,7 @@ def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(
         self: Indexer, query: Any, main: MainKV, n: int, pool: Candidates, visible_T: Tensor
     ) -> Tensor:
-        scores = self._scores(query, main, n, int(visible_T.max()), visible_T)
+        scores = self._scores(query, main.keys(n, int(visible_T.max())), visible_T)
         inside = torch.zeros_like(scores, dtype=torch.bool)
         for t, row in enumerate(pool.blocks_TB.tolist()):
             for block in row:

@@ -67,8 +67,7 @@ class Mark:
 class PagedMain:
     """Implements `cedar.ops.main_kv.FloatMain` over pages.
 
-    in_place: entries are handed out packed, for operations that read them where they lie. Index
-    keys are dequantised once for all queries of a pass.
+    in_place: entries are handed out packed, for operations that read them where they lie.
     """
 
     layer: int
@@ -79,7 +78,6 @@ class PagedMain:
     sequence_T: Tensor
     dtype: torch.dtype
     in_place: bool
-    held: dict[int, Tensor] = field(default_factory=dict)
 
     def select(self, entries_TK: Tensor) -> Source:
         known = entries_TK >= 0
@@ -94,12 +92,9 @@ class PagedMain:
         return Rows(unpack_rows(rows[unique], FP4_MAIN, self.dtype), slots)
 
     def keys(self, sequence: int, stop: int) -> Tensor:
-        if sequence not in self.held:
-            count, per_page = self.counts[sequence], self.keys_PEB.shape[1]
-            pages = self.table_BP[sequence, : -(-count // per_page)]
-            rows = self.keys_PEB[pages].flatten(0, 1)[:count]
-            self.held[sequence] = unpack_rows(rows, FP4_ROW, self.dtype)
-        return self.held[sequence][:stop]
+        per_page = self.keys_PEB.shape[1]
+        pages = self.table_BP[sequence, : -(-stop // per_page)]
+        return unpack_rows(self.keys_PEB[pages].flatten(0, 1)[:stop], FP4_ROW, self.dtype)
 
     def keys_at(self, sequence: int, entries_TM: Tensor) -> tuple[Tensor, Tensor]:
         place = self._places(entries_TM.clamp_min(0), sequence)

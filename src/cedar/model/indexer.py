@@ -123,6 +123,7 @@ class Indexer(nn.Module):
         entries, blocks = [], []
         for n, (start, stop) in enumerate(ctx.bounds):
             last = (ctx.starts[n] + stop - start) // self.plan.compress_ratio
+            keys: Tensor | None = None  # read once for all chunks, if any of them scores all
             for chunk in self._chunks(start, stop, last, pool, query.q_TIJ.device):
                 # The newest query of the chunk sees this many entries, older ones fewer.
                 position = ctx.starts[n] + chunk.stop - start
@@ -132,7 +133,8 @@ class Indexer(nn.Module):
                     inside = Candidates(pool.layer, pool.blocks_TB[chunk], pool.block_size)
                     entries.append(self._search_pool(part, main, n, inside, visible_T[chunk]))
                     continue
-                scores = self._scores(part, main, n, seen, visible_T[chunk])
+                keys = main.keys(n, last) if keys is None else keys
+                scores = self._scores(part, keys[:seen], visible_T[chunk])
                 entries.append(self.ops.select_entries(scores, self.topk))
                 if self.plan.builds_candidates:
                     blocks.append(
@@ -151,12 +153,10 @@ class Indexer(nn.Module):
         size = max(1, _CHUNK_ELEMENTS.get(device.type, 2**23) // max(width, 1))
         return [slice(t, min(t + size, stop)) for t in range(start, stop, size)]
 
-    def _scores(
-        self, query: IndexQuery, main: FloatMain, sequence: int, seen: int, visible_T: Tensor
-    ) -> Tensor:
-        """Scores ``[T, seen]`` of one sequence's entries, −∞ where not visible."""
-        scores = self.ops.index_score(query.q_TIJ, query.w_TI, main.keys(sequence, seen))
-        hidden = torch.arange(seen, device=scores.device) >= visible_T.unsqueeze(1)
+    def _scores(self, query: IndexQuery, keys_SJ: Tensor, visible_T: Tensor) -> Tensor:
+        """Scores ``[T, S]`` of one sequence's first entries, −∞ where not visible."""
+        scores = self.ops.index_score(query.q_TIJ, query.w_TI, keys_SJ)
+        hidden = torch.arange(len(keys_SJ), device=scores.device) >= visible_T.unsqueeze(1)
         return scores.masked_fill(hidden, -torch.inf)
 
     def _search_pool(
@@ -184,7 +184,8 @@ class Indexer(nn.Module):
         for n, (start, stop) in enumerate(ctx.bounds):
             part = query.rows(slice(start, stop))
             count = main.counts[n]
-            out[start:stop, :count] = self._scores(part, main, n, count, visible_T[start:stop])
+            keys = main.keys(n, count)
+            out[start:stop, :count] = self._scores(part, keys, visible_T[start:stop])
         pool = shared.candidates_for(self.plan)
         if pool is not None:
             entries = pool.entries(visible_T)
