@@ -43,7 +43,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", SETS)
 def test_golden_parity_on_the_device(name: str, kernels: bool, request: Any) -> None:
     if kernels and name in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[name]))
+        request.applymarker(pytest.mark.xfail(reason=KNOWN[name], strict=True))
     report = run_parity(GOLDEN, name, device="cuda", ops=select_ops("cuda", kernels=kernels))
     assert report.failures == ()
 

@@ -18,7 +18,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.plan import Half, plan_layers
 from cedar.errors import CapacityError
 from cedar.ops.main_kv import KVArrays
-from cedar.ops.packed import pack_rows, unpack_rows
+from cedar.ops.packed import pack_rows, page_rows, unpack_rows
 from cedar.ops.sparse_attention import PackedRows, Rows, Source
 from cedar.quant import FP4_MAIN, FP4_ROW, FP8_ROW
 
@@ -102,10 +102,8 @@ class PagedMain:
         return unpack_rows(self.keys_PEB.flatten(0, 1)[unique], FP4_ROW, self.dtype), where
 
     def _places(self, entries: Tensor, sequence: Tensor | int) -> Tensor:
-        """Rows of the storage; of all pages a long sequence has, only those asked for are read."""
-        per_page, pages = self.entries_PEB.shape[1], self.table_BP.shape[1]
-        at = sequence * pages + entries // per_page
-        return self.table_BP.flatten()[at] * per_page + entries % per_page
+        """Rows of the storage."""
+        return page_rows(self.table_BP, sequence, entries, self.entries_PEB.shape[1])
 
 
 class PagedKV:
@@ -436,17 +434,15 @@ class PagedKV:
                 f"slot {slot} holds {len(state.pages)} pages of {per_page} entries; "
                 f"layer {layer} needs {stop}"
             )
-        number = torch.arange(begin, stop)
-        table = torch.tensor(state.pages, dtype=torch.int64)
-        place = table[number // per_page] * per_page + number % per_page
-        place = place.to(rows_SH.device)
+        pages = torch.tensor([state.pages], dtype=torch.int64)
+        place = page_rows(pages, 0, torch.arange(begin, stop), per_page).to(rows_SH.device)
         self._entries[layer].flatten(0, 1)[place] = pack_rows(rows_SH[begin - first :], FP4_MAIN)
         self._keys[layer].flatten(0, 1)[place] = pack_rows(keys_SJ[begin - first :], FP4_ROW)
         state.stored[layer] = max(state.stored[layer], stop)
 
     def main(self, layer: int, slots: tuple[int, ...], sequence_T: Tensor) -> PagedMain:
         states = [self._at(slot) for slot in slots]
-        longest = max((len(state.pages) for state in states), default=0)
+        longest = max([1, *(len(state.pages) for state in states)])
         table = [state.pages + [0] * (longest - len(state.pages)) for state in states]
         table_BP = torch.tensor(table, dtype=torch.int64).view(len(slots), longest)
         return PagedMain(

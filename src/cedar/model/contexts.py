@@ -46,6 +46,11 @@ class Contexts(nn.Module):
         """The Engram modules, in the order of their layers."""
         return [layer.engram for layer in self.backbone() if layer.engram is not None]
 
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Compression ratios of the KV sources, ascending."""
+        return tuple(sorted({plan.compress_ratio for plan in self.plan if plan.has_compressor}))
+
     def context(
         self,
         batch: Batch,
@@ -69,12 +74,10 @@ class Contexts(nn.Module):
         past = self._window_past(store, batch.slots, Half.ENCODER)
         open_T = self._open(batch)
         classes_T = self._classes(batch, open_T)
-        ratios = {plan.compress_ratio for plan in self.plan if plan.has_compressor}
         return ForwardContext(
             ops=self.ops,
             positions_T=place,
             sequence_T=sequence_T,
-            most_queries=max(batch.lengths),
             bounds=batch.bounds,
             starts=starts,
             slots=batch.slots,
@@ -86,7 +89,7 @@ class Contexts(nn.Module):
             rotary_compressed=rotary(place, self.frequencies_compressed),
             groups={
                 ratio: group_layout(batch, starts, ratio, self.frequencies_compressed)
-                for ratio in ratios
+                for ratio in self.ratios
             },
             open_T=open_T,
             classes_T=classes_T,
@@ -151,25 +154,19 @@ class Contexts(nn.Module):
 
         most_queries, most_tokens: of one sequence, new ones and all of them.
         """
-        place, ops = step.positions_T, self.ops
-        ring = next(iter(arrays.rings.values())).shape[1]
+        place, ratios = step.positions_T, self.ratios
 
         def windows(half: Half) -> Tensor:
             start_T = step.starts[tuple(Half).index(half)]
-            newest_first = ops.window_places(
-                step.slots_T, place, start_T, self.config.window_size, ring
-            )
-            # The order of every other context, so that sums are the same.
-            return newest_first.flip(1)
+            return self.window_places(step.slots_T, place, start_T, arrays)
 
         # Of every token and, for groups, of the first token of the one that would end here.
-        ratios = sorted({plan.compress_ratio for plan in self.plan if plan.has_compressor})
         back = (0, 0, *(ratio - 1 for ratio in ratios))
-        cos, sin = ops.rotary_tables(place, self.frequencies_step, back)
+        cos, sin = self.ops.rotary_tables(place, self.frequencies_step, back)
         near, far, *ends = map(Rotary, cos, sin)
         visible = {ratio: (place + 1).div(ratio, rounding_mode="floor") for ratio in ratios}
         return StepContext(
-            ops=ops,
+            ops=self.ops,
             positions_T=place,
             sequence_T=step.sequence_T,
             most_queries=most_queries,
@@ -198,6 +195,19 @@ class Contexts(nn.Module):
             table=arrays.table[step.sequence_slot],
             most_tokens=most_tokens,
         )
+
+    def window_places(
+        self, slots_T: Tensor, positions_T: Tensor, starts_T: Tensor, arrays: KVArrays
+    ) -> Tensor:
+        """Rows of the rings that queries see ``[T, W]``, −1 for none.
+
+        Oldest first, as in every other context, so that sums are the same.
+        """
+        ring = next(iter(arrays.rings.values())).shape[1]
+        places = self.ops.window_places(
+            slots_T, positions_T, starts_T, self.config.window_size, ring
+        )
+        return places.flip(1)
 
     def _step_engram_ids(self, step: StepInput, history: Tensor) -> dict[int, Tensor]:
         engrams = self.engrams()
@@ -245,7 +255,6 @@ class Contexts(nn.Module):
             ctx,
             positions_T=ctx.positions_T[index],
             sequence_T=torch.repeat_interleave(counts, output_size=len(index)),
-            most_queries=max(lengths),
             bounds=bounds,
             starts=starts,
             slots=slots,

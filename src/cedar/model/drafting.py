@@ -96,11 +96,7 @@ class Drafting(Contexts):
         """What `DraftHead.finish` drafts from, of sequences whose places the device knows."""
         draft = self.draft
         rings = [arrays.rings[layer] for layer in draft.attentions()]
-        places = self.ops.window_places(
-            step.slots_N, step.newest_N, step.starts_N, self.config.window_size, rings[0].shape[1]
-        )
-        # Oldest first, as everywhere, so that sums are the same.
-        places = places.flip(1)
+        places = self.window_places(step.slots_N, step.newest_N, step.starts_N, arrays)
         return draft.run(
             draft.block_tokens(step.first_N),
             step.newest_N,

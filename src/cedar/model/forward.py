@@ -25,7 +25,6 @@ class ForwardContext:
     """Everything about a batch that layers need and that does not change between them.
 
     positions_T, sequence_T: place of each packed token in its sequence, and which sequence.
-    most_queries: tokens of the sequence that has most of them here.
     bounds, starts: packed rows of each sequence; tokens it has stored before these.
     window_past: window rows that the store contributes, per sequence.
     window_slots_TW: window of each query, as rows of "per sequence: past rows, then new rows".
@@ -38,7 +37,6 @@ class ForwardContext:
     ops: Ops
     positions_T: Tensor
     sequence_T: Tensor
-    most_queries: int
     bounds: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
     slots: tuple[int, ...]

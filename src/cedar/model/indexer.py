@@ -105,7 +105,7 @@ class Indexer(nn.Module):
             main.keys,
             visible_T,
             capacity=main.capacity,
-            queries=ctx.most_queries,
+            queries=main.queries,
             block=self.pool_block or _GROUP,
         )
         blocks = self.pool_blocks if self.plan.builds_candidates else 0

@@ -144,8 +144,7 @@ class Model(Drafting):
         }
         # Of a token, so one number; read here once, not from the device in every pass.
         self.pad_class = -1 if token_map is None else int(token_map[config.engram_pad_id])
-        ratios = sorted({plan.compress_ratio for plan in self.plan if plan.has_compressor})
-        tables["frequencies_step"] = torch.stack([plain, *[yarn] * (1 + len(ratios))])
+        tables["frequencies_step"] = torch.stack([plain, *[yarn] * (1 + len(self.ratios))])
         for name, table in tables.items():
             self.register_buffer(name, None if table is None else table.to(real), persistent=False)
         for name in ("multipliers", "primes", "offsets"):
@@ -213,9 +212,8 @@ class Model(Drafting):
         streams, shared, taps, stats = state.streams, state.shared, state.taps, state.stats
         recompute = ctx.signals is not None and ctx.signals.checkpoint
         for index, layer in enumerate(self.backbone()[start:stop], start):
-            if (
-                index != self.decoder_start
-            ):  # `encode` has entered the decoder's first layer already
+            # `encode` has entered the decoder's first layer already.
+            if index != self.decoder_start:
                 streams = layer.enter(streams, ctx)
             if self.mtp is not None and index in self.config.dspark_target_layer_ids:
                 streams = streams.written(self.ops)

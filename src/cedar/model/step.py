@@ -63,7 +63,8 @@ class StepContext(ForwardContext):
 
     arrays: the cache. input: where the tokens stand. visible, entries: by ratio, the finished
     groups that each query sees, and the number of the one that its token finishes (−1: none).
-    most_tokens: of a sequence. decoder_slots: windows as the decoder sees them.
+    most_queries, most_tokens: of one sequence, new ones and all of them. decoder_slots: windows as
+    the decoder sees them.
     """
 
     arrays: KVArrays
@@ -71,6 +72,7 @@ class StepContext(ForwardContext):
     table: Tensor  # int32 [B, pages] of the batch's sequences
     visible: dict[int, Tensor]
     entries: dict[int, Tensor]
+    most_queries: int
     most_tokens: int
     decoder_slots_TW: Tensor
 
@@ -108,15 +110,12 @@ class StepContext(ForwardContext):
             ),
             norm.eps,
         )
-        return self.main(layer, ratio)
-
-    def main(self, layer: int, ratio: int) -> PackedMain:
-        """What a source has stored of the batch's sequences."""
         return PackedMain(
             layer=layer,
-            entries_PEB=self.arrays.entries[layer],
-            keys=PagedKeys(self.arrays.keys[layer], self.table, self.input.first),
+            entries_PEB=entries,
+            keys=PagedKeys(keys, self.table, self.input.first),
             sequence_T=self.input.sequence_T,
+            queries=self.most_queries,
             capacity=self.most_tokens // ratio,
         )
 

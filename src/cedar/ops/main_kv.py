@@ -77,13 +77,15 @@ class PackedMain:
     """Pages of packed rows, for kernels that read them where they are.
 
     entries: ``uint8 [pages, entries per page, bytes]``; keys: the same of index keys, with the
-    page table of the batch's sequences. capacity: entries that the longest sequence can have.
+    page table of the batch's sequences. queries: packed tokens of one sequence, at most. capacity:
+    entries that the longest sequence can have.
     """
 
     layer: int
     entries_PEB: Tensor
     keys: PagedKeys
     sequence_T: Tensor  # of each packed token, a row of the page table
+    queries: int
     capacity: int
 
     @property

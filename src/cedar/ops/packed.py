@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cedar.quant import BlockFormat, Element, QuantTensor, Scale, quantize
 
-__all__ = ["pack_rows", "row_width", "unpack_rows"]
+__all__ = ["pack_rows", "page_rows", "row_width", "unpack_rows"]
 
 
 def row_width(row_bytes: int, fmt: BlockFormat) -> int:
@@ -22,6 +22,15 @@ def row_width(row_bytes: int, fmt: BlockFormat) -> int:
             f"{row_bytes} bytes are no row of {fmt.name}; expected a multiple of {per_scale + 1}"
         )
     return blocks * fmt.cols
+
+
+def page_rows(table: Tensor, sequence: Tensor | int, number: Tensor, per_page: int) -> Tensor:
+    """Rows of a storage, its pages one after the other, that hold these numbers of a sequence.
+
+    table: pages of each sequence, in order, ``[sequences, pages]``; sequence broadcasts against
+    number, which is not negative. int64, whatever the table holds.
+    """
+    return table[sequence, number // per_page].long() * per_page + number % per_page
 
 
 def pack_rows(x: Tensor, fmt: BlockFormat) -> Tensor:

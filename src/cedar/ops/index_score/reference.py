@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.ops.index_score import PagedKeys, Scan
-from cedar.ops.packed import unpack_rows
+from cedar.ops.packed import page_rows, unpack_rows
 from cedar.ops.precision import widen
 from cedar.quant import FP4_ROW
 
@@ -59,13 +59,12 @@ def index_pool(
     blocks_TM: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    page = keys.raw.shape[1]
     offsets = torch.arange(block, device=blocks_TM.device)
     entries = (blocks_TM.long().unsqueeze(2) * block + offsets).flatten(1)
     known = (entries >= 0) & (entries < visible_T.unsqueeze(1))
     entries = entries.where(known, 0)
-    pages = keys.table.long()[sequence_T].gather(1, entries // page)
-    unique, rows = torch.unique(pages * page + entries % page, return_inverse=True)
+    places = page_rows(keys.table, sequence_T.long().unsqueeze(1), entries, keys.raw.shape[1])
+    unique, rows = torch.unique(places, return_inverse=True)
     held = unpack_rows(keys.raw.flatten(0, 1)[unique], FP4_ROW, q_TIJ.dtype)
     scores = index_score_rows(q_TIJ, w_TI, held, rows).masked_fill(~known, -torch.inf)
     return scores, _maxima(scores, block)

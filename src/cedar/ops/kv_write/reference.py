@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from cedar.ops.kv_write import RowWrite
-from cedar.ops.packed import pack_rows
+from cedar.ops.packed import pack_rows, page_rows
 
 __all__ = ["kv_write", "places"]
 
@@ -19,7 +19,7 @@ def places(write: RowWrite) -> Tensor:
     """Rows of ``raw``, its blocks one after the other; any row where nothing is written."""
     per_block = write.raw.shape[1]
     number = write.number.long().clamp_min(0)
-    block = write.sequence.long()
+    sequence = write.sequence.long()
     if write.table is not None:
-        block = write.table.long()[block, number // per_block]
-    return block * per_block + number % per_block
+        return page_rows(write.table, sequence, number, per_block)
+    return sequence * per_block + number % per_block

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cedar.ops.index_score import Scan
+from cedar.ops.packed import page_rows
 from cedar.ops.select import Chosen, Place
 
 __all__ = [
@@ -50,8 +51,7 @@ def select_best(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tenso
 
 def place(entries_TK: Tensor, where: Place) -> Tensor:
     table, sequence_T, per_page = where
-    pages = table[sequence_T.long().unsqueeze(1), entries_TK.clamp_min(0) // per_page]
-    rows = pages * per_page + entries_TK % per_page
+    rows = page_rows(table, sequence_T.long().unsqueeze(1), entries_TK.clamp_min(0), per_page)
     return rows.where(entries_TK >= 0, -1).to(torch.int32)
 
 
