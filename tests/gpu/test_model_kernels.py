@@ -148,33 +148,29 @@ def texts(core: EngineCore, prompts: list[list[int]], tokens: int) -> list[Text]
     return [found[str(number)] for number in range(len(prompts))]
 
 
-def margin_where_they_part(one: Text, other: Text) -> float:
-    """How far apart both candidates were at the first token that differs; 0 if none does."""
-    for a, b in zip(one, other, strict=True):
-        if a.token != b.token:
-            return a.top[0][1] - a.top[1][1]
-    return 0.0
-
-
-@pytest.mark.parametrize("exact", [True, False], ids=["float32", "graphs"])
-def test_drafts_change_no_greedy_text(exact: bool) -> None:
-    """Of 200 prompts. In float32 no text differs; in bfloat16 a pass over several tokens may round
-    differently from a pass over one, so texts may part where two tokens are as good as equal."""
-    one = load_model("cedar-tiny", device="cuda", dtype=torch.float32) if exact else loaded()
+def pairs(**options: Any) -> list[tuple[Text, Text]]:
+    """Of 200 prompts the text without drafts and with them."""
     prompts = [words(20 + 7 * (n % 40), n) for n in range(200)]
     found = []
     for draft in (False, True):
         config = EngineConfig(
-            draft=draft,
-            max_running=16,
-            pool_tokens=16384,
-            decoding="device" if exact else "graphs",
-            check=True,
+            draft=draft, max_running=16, pool_tokens=16384, decoding="graphs", check=True, **options
         )
-        found.append(texts(build_core(one, config), prompts, 12))
-    margins = [margin_where_they_part(*pair) for pair in zip(*found, strict=True)]
-    if exact:
-        assert margins == [0.0] * 200
-    else:
-        assert max(margins) < 0.1
-        assert sum(margin == 0.0 for margin in margins) > 150
+        found.append(texts(build_core(loaded(), config), prompts, 12))
+    return list(zip(*found, strict=True))
+
+
+def test_drafts_change_no_greedy_text() -> None:
+    """In passes of one size not even the last bit of a probability."""
+    for number, (without, with_drafts) in enumerate(pairs(batch_invariant=True)):
+        assert without == with_drafts, number
+
+
+def test_drafts_change_few_texts_where_sizes_differ() -> None:
+    """A pass over several tokens may round differently from a pass over one, and a rounding before
+    a quantiser or a selection moves this model far; most texts stay."""
+    same = [
+        [one.token for one in without] == [one.token for one in with_drafts]
+        for without, with_drafts in pairs()
+    ]
+    assert sum(same) > 150, sum(same)

@@ -4,6 +4,7 @@ In float64, where two valid orders of the same sums practically never part a qua
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def replayed(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
         {"draft": True},
         {"max_running": 2, "token_budget": 7},
         {"draft": True, "pool_tokens": 110},
+        {"draft": True, "batch_invariant": True},
     ],
 )
 def test_without_replay_it_is_the_plain_model(
@@ -118,6 +120,28 @@ def test_with_decoder_replay_neighbours_chunks_and_hits_change_nothing(
             assert done.error is None
             assert done.tokens == replayed[k], k
     assert llm.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_batch_invariant_is_meant_to_the_last_bit(
+    loaded: LoadedModel, prompts: list[list[int]], batch_invariant: bool
+) -> None:
+    """In float32, alone against together, without drafts against with them."""
+    single = replace(loaded, model=tiny_model(dtype=torch.float32).eval().requires_grad_(False))
+    wanted = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    found = []
+    for together in (False, True):
+        llm = engine(
+            single,
+            draft=together,
+            batch_invariant=batch_invariant,
+            decoding="device",
+            prefix_cache=False,
+        )
+        parts = [prompts] if together else [[prompt] for prompt in prompts]
+        done = [one for part in parts for one in llm.generate(part, wanted, progress=False)]
+        found.append([one.samples[0].logprobs for one in done])
+    assert (found[0] == found[1]) == batch_invariant
 
 
 def test_replay_is_an_approximation(exact: list[list[int]], replayed: list[list[int]]) -> None:

@@ -335,8 +335,10 @@ class PagedKV:
         table = self.arrays.table
         for slot in slots:
             pages, known = self._at(slot).pages, self._tabled[slot]
-            least = min(len(pages), len(known))
-            same = next((i for i in range(least) if pages[i] != known[i]), least)
+            same = len(known)
+            if pages[:same] != known:  # another sequence's
+                both = zip(pages, known, strict=False)
+                same = next((i for i, (new, old) in enumerate(both) if new != old), len(pages))
             if same < len(pages):
                 fresh = torch.tensor(pages[same:], dtype=torch.int32)
                 table[slot, same : len(pages)] = fresh.to(table.device, non_blocking=True)

@@ -171,6 +171,14 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="The same bits whatever runs beside a request, with drafts and without; slower.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False
 
     def config(self, model: ModelConfig | None, **settings: Any) -> EngineConfig:
         """The engine's configuration; ``settings`` are those that are no options.

@@ -50,6 +50,10 @@ class EngineConfig:
     disk_cache, disk_bytes: a directory for prefixes that outlive the process, and its cap.
     decoding: who knows where the tokens of a decoding step stand, see `Decoding`; "auto" is
         "graphs" where kernels run and "host" elsewhere.
+    batch_invariant: what a request gets depends neither on what runs beside it nor on drafts, to
+        the last bit: every decoding pass has the largest size, prompts run alone in chunks of
+        ``token_budget`` tokens, and nothing comes from the prefix cache. Slower; not for
+        ``decoding="host"``. Does not hold for a request that lost its pages to others on the way.
     check: verify the books after every step; for tests.
     """
 
@@ -67,6 +71,7 @@ class EngineConfig:
     disk_cache: str | Path | None = None
     disk_bytes: int = 16 << 30
     decoding: str = "auto"
+    batch_invariant: bool = False
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +103,13 @@ class EngineConfig:
         ways = ["auto", *(way.value for way in Decoding)]
         if self.decoding not in ways:
             problems.append(f"decoding is {self.decoding!r}; expected one of {', '.join(ways)}")
+        if self.batch_invariant and self.decoding == Decoding.HOST:
+            problems.append(
+                'batch_invariant needs passes of one size, which decoding "host" has not; expected '
+                "one of auto, device, graphs"
+            )
+        if self.batch_invariant and self.disk_cache is not None:
+            problems.append("disk_cache needs the prefix cache, which batch_invariant excludes")
         modes = [mode.value for mode in Replay]
         if self.replay not in modes:
             problems.append(f"replay is {self.replay!r}; expected one of {', '.join(modes)}")
@@ -136,10 +148,11 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
         replay=replay,
         draft=config.draft,
         decoding=_decoding(loaded, config),
+        batch_invariant=config.batch_invariant,
     )
     allocator = PageAllocator(num_pages)
     index = tier = snapshots = None
-    if config.prefix_cache and replay is not Replay.OFF:
+    if config.prefix_cache and replay is not Replay.OFF and not config.batch_invariant:
         salt = b"memory"
         if config.disk_cache is not None:
             # What an approximate replay made must not pass for exact.
@@ -161,6 +174,7 @@ def build_core(loaded: LoadedModel, config: EngineConfig) -> EngineCore:
         token_budget=config.token_budget,
         max_waiting=config.max_waiting,
         limit_hit=snapshots.exact_hit if snapshots and config.prefix_hits == "exact" else None,
+        batch_invariant=config.batch_invariant,
     )
     drafter = None
     if config.draft:
@@ -202,11 +216,9 @@ def _decoding(loaded: LoadedModel, config: EngineConfig) -> Decoding:
         return Decoding(config.decoding)
     kernels = on_gpu and loaded.model.ops.has_kernels
     # Kernels are written for bfloat16; the plain operations behind others ask the device.
-    return (
-        Decoding.GRAPHS
-        if kernels and loaded.model.compute_dtype is torch.bfloat16
-        else Decoding.HOST
-    )
+    if kernels and loaded.model.compute_dtype is torch.bfloat16:
+        return Decoding.GRAPHS
+    return Decoding.DEVICE if config.batch_invariant else Decoding.HOST
 
 
 def _fingerprint(loaded: LoadedModel, layout: KVLayout, replay: Replay) -> bytes:

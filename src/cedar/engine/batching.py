@@ -9,11 +9,15 @@ from cedar.engine.steps import Item, ItemKind
 __all__ = ["plan_items", "share_budget"]
 
 
-def plan_items(pool: PagePool, running: Seq[Sequence], budget: int) -> list[Item]:
+def plan_items(
+    pool: PagePool, running: Seq[Sequence], budget: int, *, batch_invariant: bool = False
+) -> list[Item]:
     """Generating sequences first, a token each; then drafts; then prompts share the rest.
 
     running: by rank; each has the pages for its known tokens. budget: at least ``len(running)``.
+    batch_invariant: one prompt at a time, cut where it would be alone, at multiples of the budget.
     """
+    chunk = budget
     decoding = [s for s in running if s.state is RequestState.DECODE]
     storing = [s for s in running if s.state is RequestState.PREFILL]
     budget -= len(decoding)
@@ -27,7 +31,12 @@ def plan_items(pool: PagePool, running: Seq[Sequence], budget: int) -> list[Item
         kind = ItemKind.VERIFY if sequence.drafts else ItemKind.DECODE
         items.append(Item(sequence, sequence.computed, tokens, kind, True, True))
     needs = [_chunk_end(sequence) - sequence.computed for sequence in storing]
-    for sequence, size in zip(storing, share_budget(needs, budget), strict=True):
+    if batch_invariant:
+        storing, needs = storing[:1], needs[:1]
+        shares = [min(need, chunk - storing[0].computed % chunk) for need in needs]
+    else:
+        shares = share_budget(needs, budget)
+    for sequence, size in zip(storing, shares, strict=True):
         start, prompt = sequence.computed, sequence.prompt_length
         stop = start + size
         kind = ItemKind.PREFILL if start < prompt else ItemKind.RECOMPUTE

@@ -97,7 +97,11 @@ class Runner:
         replay: Replay = Replay.DECODER,
         draft: bool = False,
         decoding: Decoding = Decoding.HOST,
+        batch_invariant: bool = False,
     ) -> None:
+        """batch_invariant: decoding passes of one size, prompts alone; for `Decoding.DEVICE` and
+        ``GRAPHS``.
+        """
         self.model = loaded.model
         self.replay = replay
         self.drafts = draft
@@ -118,7 +122,10 @@ class Runner:
         self._stepper = None
         if decoding is not Decoding.HOST:
             graphs = decoding is Decoding.GRAPHS
-            self._stepper = Stepper(self.model, self.store, drafts=draft, graphs=graphs)
+            self._stepper = Stepper(
+                self.model, self.store, drafts=draft, graphs=graphs, one_size=batch_invariant
+            )
+        self._batch_invariant = batch_invariant
         self._prefixes: dict[int, _Prefix] = {}
         self._features: dict[int, dict[int, Tensor]] = {}  # per slot, by the image's position
         # Per slot, from where on its windows are those of a cold run; from the start by default.
@@ -194,25 +201,43 @@ class Runner:
     # --- running --------------------------------------------------------------------------
 
     def execute(self, work: Sequence[Work]) -> list[RunResult]:
-        """Run all of it in one pass. One that fails, wherever and by whatever, leaves no trace."""
+        """Run all of it, in one pass if it can be. What fails, wherever, leaves no trace at all."""
         store = self.store
         with torch.inference_mode():
             mark = store.mark({item.slot: len(item.tokens) for item in work})
             try:
                 whole = [self._with_replay(item) for item in work]
-                if self._stepper is not None and self._stepper.fits(whole):
-                    results = self._step(self._stepper, whole)
-                    taken = [self._snapshots(item) for item in whole]
-                else:
-                    for item in whole:
-                        self._capture(item)
-                    results = self._execute(whole)
-                    taken = [store.captured(item.slot) for item in work]
+                results = {}
+                for items in self._passes(whole):
+                    found = self._run(items)
+                    results |= {item.slot: one for item, one in zip(items, found, strict=True)}
             except BaseException:
                 store.rollback(mark)
                 raise
         for item in work:
             self._prefixes.pop(item.slot, None)
+        return [results[item.slot] for item in work]
+
+    def _passes(self, work: list[Work]) -> list[list[Work]]:
+        """What runs together: everything; or what decodes, and each prompt alone."""
+        if not self._batch_invariant or self._stepper is None:
+            return [work]
+        fits = [self._stepper.fits([item]) for item in work]
+        decoding = [item for item, fit in zip(work, fits, strict=True) if fit]
+        most = self._stepper.most_sequences
+        together = [decoding[n : n + most] for n in range(0, len(decoding), most)]
+        return together + [[item] for item, fit in zip(work, fits, strict=True) if not fit]
+
+    def _run(self, work: list[Work]) -> list[RunResult]:
+        """One pass, with the snapshots that it was asked for."""
+        if self._stepper is not None and self._stepper.fits(work):
+            results = self._step(self._stepper, work)
+            taken = [self._snapshots(item) for item in work]
+        else:
+            for item in work:
+                self._capture(item)
+            results = self._execute(work)
+            taken = [self.store.captured(item.slot) for item in work]
         return [
             replace(result, snapshots=found) if found else result
             for result, found in zip(results, taken, strict=True)

@@ -34,6 +34,7 @@ class Scheduler:
     page_tokens: tokens of a page. num_slots: sequences that run at a time. token_budget: tokens
     of a step; at least ``num_slots``, so that everything that runs advances in every step.
     max_waiting: requests that may queue. limit_hit: may shorten a hit of the prefix cache.
+    batch_invariant: prompts are cut as if they ran alone; a step may exceed its tokens then.
     Misuse by the caller (not by a request) raises ``ValueError``.
     """
 
@@ -48,12 +49,14 @@ class Scheduler:
         max_waiting: int,
         aging_seconds: float = 10.0,
         limit_hit: LimitHit | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         check_settings(page_tokens, num_slots, token_budget, max_waiting, aging_seconds)
         self.num_slots = num_slots
         self.token_budget = token_budget
         self.max_waiting = max_waiting
         self.aging_seconds = aging_seconds
+        self._batch_invariant = batch_invariant
         self._pool = PagePool(allocator, prefix_index, page_tokens, limit_hit)
         self._forks = Forks(allocator)
         self._sequences: dict[str, Sequence] = {}
@@ -217,7 +220,9 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._grow_decoding(preempted)
         admitted = self._admit(preempted)
-        items = plan_items(self._pool, self._running, self.token_budget)
+        items = plan_items(
+            self._pool, self._running, self.token_budget, batch_invariant=self._batch_invariant
+        )
         self._in_flight = {item.sequence: item for item in items}
         alive = [fork for fork in forks if fork.child.slot == fork.to_slot]
         return StepPlan(

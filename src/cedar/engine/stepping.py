@@ -70,21 +70,29 @@ class _Size(NamedTuple):
 class Stepper:
     """Runs `Model.step` for a `PagedKV`, recorded if ``graphs``, else as it is.
 
-    drafts: store what the draft head needs.
+    drafts: store what the draft head needs. one_size: every pass has the largest size, so that
+    sums are taken in the same order whatever it is about.
     """
 
-    def __init__(self, model: Model, store: PagedKV, *, drafts: bool, graphs: bool) -> None:
+    def __init__(
+        self, model: Model, store: PagedKV, *, drafts: bool, graphs: bool, one_size: bool = False
+    ) -> None:
         self._model, self._store = model, store
-        self._drafts, self._graphs = drafts, graphs
+        self._drafts, self._graphs, self._one_size = drafts, graphs, one_size
         self._device = store.arrays.history.device
         self._passes: dict[_Size, _Pass[_StepNumbers, StepOutput]] = {}
         self._drafts_of: dict[int, _Pass[_Numbers, DraftOutput]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
+    @property
+    def most_sequences(self) -> int:
+        """Of one pass."""
+        return min(self._store.num_slots, _MOST_SEQUENCES)
+
     def fits(self, work: Sequence[Work]) -> bool:
         """Whether all of it is decoding: few tokens of text behind what both halves have."""
         store = self._store
-        return len(work) <= min(store.num_slots, _MOST_SEQUENCES) and all(
+        return len(work) <= self.most_sequences and all(
             len(item.tokens) <= store.slack
             and item.start > 0
             and store.length(item.slot, Half.ENCODER) == item.start
@@ -99,8 +107,7 @@ class Stepper:
         for item in work:
             store.check_room(item.slot, item.start + len(item.tokens))
         store.write_tables([item.slot for item in work])
-        queries = 1 if all(len(item.tokens) == 1 for item in work) else store.slack
-        size = _Size(1 << (len(work) - 1).bit_length(), queries)
+        size = self._size_for(work)
         if size not in self._passes:
             self._passes[size] = self._prepare(size)
         found = self._passes[size]
@@ -135,6 +142,13 @@ class Stepper:
         output = found.run()
         n = len(slots)
         return DraftOutput(output.hidden_NBD[:n].clone(), output.logits_NBV[:n].clone(), ())
+
+    def _size_for(self, work: Sequence[Work]) -> _Size:
+        store = self._store
+        if self._one_size:
+            return _Size(self.most_sequences, store.slack)
+        queries = 1 if all(len(item.tokens) == 1 for item in work) else store.slack
+        return _Size(1 << (len(work) - 1).bit_length(), queries)
 
     def _prepare(self, size: _Size) -> "_Pass[_StepNumbers, StepOutput]":
         store, arrays = self._store, self._store.arrays
