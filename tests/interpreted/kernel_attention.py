@@ -49,6 +49,19 @@ def test_equals_the_reference(kinds: tuple[str, ...], slots: tuple[int, ...], sp
     assert out[1:].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("slots", [(16, 8), (17, 150), (64, 9)])
+def test_exponentials_are_rounded_where_the_reference_rounds_them(slots: tuple[int, int]) -> None:
+    """In bfloat16, bit for bit: tiles are the reference's, from one source into the other."""
+    case = attention_case(
+        seed=8, queries=9, heads=4, width=64, kinds=("values", "values"), slots=slots,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    q, sources, sink, scale = case
+    out = torch.full_like(q, torch.nan)
+    kernel.launch(q, sources, sink, scale, out, splits=1)
+    assert_bitwise(out, plain.sparse_attention(q, sources, sink, scale))
+
+
 @pytest.mark.parametrize(("heads", "width"), [(1, 32), (5, 96), (20, 32), (4, 128)])
 def test_any_number_of_heads_and_widths(heads: int, width: int) -> None:
     case = attention_case(

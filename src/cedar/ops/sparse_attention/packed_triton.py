@@ -3,7 +3,9 @@
 One program is one query, up to 64 heads and one share of the slots. Rows are gathered by their
 physical numbers, dequantised in registers into two tiles (even and odd channels), and used twice:
 transposed for the scores, as they are for the output. Two accumulators of half the width stay in
-registers; one of the full width does not fit.
+registers; one of the full width does not fit. Exponentials are rounded to q's type measured from
+the maximum so far, so what a tile holds shows in last bits: tiles of two sources of values are
+those of the plain implementation, 64 slots of one after the other (`JOINED`).
 
 Few queries are split: several programs share the slots of a query and leave maximum, sum and
 unnormalised output in float32; `_combine` joins them.
@@ -19,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.ops.sparse_attention import Source
-from cedar.ops.sparse_attention.sources import argument
+from cedar.ops.sparse_attention.sources import VALUES, argument
 from cedar.ops.triton_unpack import (
     MAIN_SHRINK,
     WINDOW_SHRINK,
@@ -140,8 +142,8 @@ def _attend(
     far, far_slots, far_stride, far_slot_stride, far_width,
     q_stride_T, q_stride_N, scale, tiles_per_split,
     N: tl.constexpr, H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-    TILE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, SHARES: tl.constexpr,
-    NEAR_SHRINK: tl.constexpr, FAR_SHRINK: tl.constexpr, DTYPE: tl.constexpr,
+    TILE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, JOINED: tl.constexpr,
+    SHARES: tl.constexpr, NEAR_SHRINK: tl.constexpr, FAR_SHRINK: tl.constexpr, DTYPE: tl.constexpr,
     FAST: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -162,8 +164,12 @@ def _attend(
     acc_odd = tl.zeros((HEADS, PAIRS), tl.float32)
     lane = tl.arange(0, TILE)
     # Tiles are numbered through both sources; a split takes a run of them.
-    near_tiles = tl.cdiv(near_width, TILE)
-    far_tiles = tl.cdiv(far_width, TILE)
+    if JOINED:
+        near_tiles = tl.cdiv(near_width + far_width, TILE)
+        far_tiles = 0
+    else:
+        near_tiles = tl.cdiv(near_width, TILE)
+        far_tiles = tl.cdiv(far_width, TILE)
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, near_tiles + far_tiles)
     if NEAR != 0:
@@ -172,11 +178,18 @@ def _attend(
                 near, near_slots + t * near_slot_stride, tile * TILE + lane, near_width,
                 near_stride, NEAR, H, PAIRS, DTYPE, FAST,
             )  # fmt: skip
+            if JOINED:
+                place = tile * TILE + lane - near_width
+                even, odd, more = _tile(
+                    far, far_slots + t * far_slot_stride, tl.where(place < 0, far_width, place),
+                    far_width, far_stride, FAR, H, PAIRS, DTYPE, FAST,
+                )  # fmt: skip
+                k_even, k_odd, filled = k_even + even, k_odd + odd, filled | more
             top, total, acc_even, acc_odd = _step(
                 q_even, q_odd, k_even, k_odd, filled, scale, top, total, acc_even, acc_odd,
                 NEAR_SHRINK, DTYPE, precision,
             )  # fmt: skip
-    if FAR != 0:
+    if FAR != 0 and not JOINED:
         for tile in tl.range(
             tl.maximum(first - near_tiles, 0), last - near_tiles, num_stages=STAGES
         ):
@@ -255,9 +268,14 @@ def launch(
     fast = q_TNH.dtype is torch.bfloat16 and isinstance(_attend, triton.JITFunction)
     first, second = (argument(s, q_TNH.dtype, fast) for s in (near, far))
     fast = fast and first.fast and second.fast
+    values = first.kind == second.kind == VALUES
     if tile is None:
-        tile = 16 if q_TNH.dtype is torch.float32 else 32
+        small = pairs * per_program <= 64 * 64
+        tile = 16 if q_TNH.dtype is torch.float32 else 64 if values and small else 32
+    joined = values and first.width % tile != 0
     tiles = triton.cdiv(first.width, tile) + triton.cdiv(second.width, tile)
+    if joined:
+        tiles = triton.cdiv(first.width + second.width, tile)
     if splits is None:
         splits = max(1, min(_PROGRAMS // (count * head_blocks), tiles))
     per_split = max(1, triton.cdiv(tiles, splits))
@@ -277,7 +295,7 @@ def launch(
         q_TNH, out, part, stats, sink_N, cos, sin, *first.pointers(fast), *second.pointers(fast),
         q_TNH.stride(0), q_TNH.stride(1), scale * LOG2E, per_split,
         N=heads, H=width, PAIRS=pairs, HEADS=per_program, TILE=tile, NEAR=first.kind,
-        FAR=second.kind, SHARES=splits > 1, NEAR_SHRINK=_SHRINK[first.kind],
+        FAR=second.kind, JOINED=joined, SHARES=splits > 1, NEAR_SHRINK=_SHRINK[first.kind],
         FAR_SHRINK=_SHRINK[second.kind], DTYPE=dtype, FAST=fast, STAGES=stages, TURNED=turned,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
