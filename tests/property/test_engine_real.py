@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cedar.engine.core import EngineCore
@@ -139,7 +139,20 @@ def run(schedule: Schedule) -> tuple[EngineCore, Counter[str]]:
     return core, happened
 
 
+# A prompt goes on from a snapshot, a few tokens at a time, before what the decoder has to see.
+SHORT_CHUNKS = Schedule(
+    replay="decoder",
+    draft=False,
+    options={"max_running": 1, "token_budget": 2, "pool_tokens": 72, "decoding": "device"},
+    arrivals=((0, 6, 0), (0, 6, 0)),
+    cancels={},
+    wrong=0.0,
+    seed=0,
+)
+
+
 @EXAMPLES
+@example(SHORT_CHUNKS)
 @given(schedules())
 def test_any_schedule_gives_what_the_model_gives_alone(schedule: Schedule) -> None:
     run(schedule)

@@ -222,15 +222,19 @@ class Runner:
         """What runs together: everything; or what decodes, and each prompt alone."""
         if not self._batch_invariant or self._stepper is None:
             return [work]
-        fits = [self._stepper.fits([item]) for item in work]
+        fits = [self._fits(self._stepper, [item]) for item in work]
         decoding = [item for item, fit in zip(work, fits, strict=True) if fit]
         most = self._stepper.most_sequences
         together = [decoding[n : n + most] for n in range(0, len(decoding), most)]
         return together + [[item] for item, fit in zip(work, fits, strict=True) if not fit]
 
+    def _fits(self, stepper: Stepper, work: list[Work]) -> bool:
+        """Whether the stepper can run it: it takes every token through both halves."""
+        return stepper.fits(work) and all(item.start >= self.decoder_start(item) for item in work)
+
     def _run(self, work: list[Work]) -> list[RunResult]:
         """One pass, with the snapshots that it was asked for."""
-        if self._stepper is not None and self._stepper.fits(work):
+        if self._stepper is not None and self._fits(self._stepper, work):
             results = self._step(self._stepper, work)
             taken = [self._snapshots(item) for item in work]
         else:
