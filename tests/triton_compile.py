@@ -154,13 +154,13 @@ def _overwritten(code: str) -> Iterator[str]:
     flying: set[int] = set()
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?(.*?) ;", code):
         name = instruction.split()[0]
-        left = re.search(r"HGMMA\S+ R\d+, R(\d+), gdesc", instruction)
+        left = re.search(r"[HQ]GMMA\S+ R\d+, R(\d+), gdesc", instruction)
         written = re.match(r"\S+ R(\d+)", instruction)
         if left is not None:
             flying.update(range(int(left[1]), int(left[1]) + 4))
         elif name.startswith("WARPGROUP.DEPBAR"):
             flying.clear()
-        elif written is not None and not name.startswith(("ST", "LDGSTS", "RED", "HGMMA")):
+        elif written is not None and not name.startswith(("ST", "LDGSTS", "RED", "HGMMA", "QGMMA")):
             width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
             if not flying.isdisjoint(range(int(written[1]), int(written[1]) + width)):
                 yield instruction

@@ -125,22 +125,23 @@ def pool(report: Report, tokens: int, entries: int) -> None:
     moved = tokens * size * (68 + 2)
     flop = tokens * size * 2 * HEADS * WIDTH
     count = sets_for(moved, least=4, most=64)
-    raw = storage(entries * max(1, min(tokens, (1 << 24) // entries)))
+    raw = storage(1 << 24)
     per = entries // PAGE
     g = torch.Generator(device="cuda").manual_seed(2)
     tables = torch.randperm(len(raw), generator=g, device="cuda").int().view(-1, per)
-    table = tables[torch.arange(tokens, device="cuda") % len(tables)].contiguous()
     first = torch.arange(tokens + 1, device="cuda", dtype=torch.int32)
     seen = torch.full((tokens,), entries, device="cuda")
     sequence = torch.arange(tokens, device="cuda")
-    keys = PagedKeys(raw, table, first)
     calls = []
     for n in range(count):
+        # Sequences of its own as far as there are: what another set read is of no use.
+        table = tables[(torch.arange(tokens, device="cuda") + n * tokens) % len(tables)]
+        keys = PagedKeys(raw, table, first)
         blocks = torch.rand(tokens, entries // BLOCK, device="cuda").topk(POOL, dim=1).indices
         calls.append((*queries(n, tokens), keys, sequence, seen, blocks.sort(1).values, BLOCK))
     found, best = kernel.index_pool(*calls[0])
     q, w, *rest = calls[0]
-    few = (q[:2].double(), w[:2].double(), keys, sequence[:2], seen[:2], rest[3][:2], BLOCK)
+    few = (q[:2].double(), w[:2].double(), rest[0], sequence[:2], seen[:2], rest[3][:2], BLOCK)
     report.line(
         {"kind": "pool", "tokens": tokens, "entries": entries},
         floor=floor_us(moved, flop),
@@ -151,13 +152,14 @@ def pool(report: Report, tokens: int, entries: int) -> None:
         bytes=moved,
         flop=flop,
     )
-    where = Place(table, sequence, PAGE)
 
     def reindex(call: tuple) -> Chosen:
         scores, best = kernel.index_pool(*call)
+        where = Place(call[2].table, sequence, PAGE)
         return selection.select_pool(scores, best, call[5], BLOCK, TOPK, place=where)
 
     chosen = reindex(calls[0])
+    where = Place(rest[0].table, sequence, PAGE)
     exact = plain_selection.select_pool(found, best, rest[3], BLOCK, TOPK, place=where)
     report.line(
         {"kind": "reindex", "tokens": tokens, "entries": entries},

@@ -72,7 +72,7 @@ def test_index_scan(heads: int, width: int, page: int, queries: int, dtype: torc
 
 
 def test_a_query_scores_the_same_beside_others() -> None:
-    """Products are made of pairs of queries; a pair's do not depend on how many follow."""
+    """Every query has products of its own."""
     visible = ((3000, 3001, 3002, 3003, 3004, 3005),)
     case = index_case(
         seed=4, visible=visible, heads=32, width=128, page=64, dtype=torch.bfloat16, device="cuda"
@@ -87,6 +87,49 @@ def test_a_query_scores_the_same_beside_others() -> None:
             case.visible_T[part], queries=1, **options,
         )  # fmt: skip
         assert_bitwise(alone.scores_TS[0, :3000], many.scores_TS[t, :3000])
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_keys_behind_the_newest_do_not_matter(queries: int) -> None:
+    """Whatever bytes the last page holds there, of infinite scales, too."""
+    case = index_case(
+        seed=9, visible=(tuple(range(1300, 1300 + queries)),), heads=32, width=128, page=64,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    last = case.keys.table[0, (1300 + queries - 1) // 64].long()
+    raw = case.keys.raw.clone()
+    raw[last, (1300 + queries - 1) % 64 :] = 0xFF
+    options = {"capacity": case.capacity, "queries": queries, "block": 8}
+    want = index.index_scan(case.q_TIJ, case.w_TI, case.keys, case.visible_T, **options)
+    keys = case.keys._replace(raw=raw)
+    found = index.index_scan(case.q_TIJ, case.w_TI, keys, case.visible_T, **options)
+    for a, b, size in zip(found[:3], want[:3], (1, 8, 64), strict=True):
+        assert_bitwise(readable(case, a, size), readable(case, b, size))
+
+
+def test_index_scan_of_blocks_far_apart() -> None:
+    """Scales of a key's blocks differ by up to 2^40, those of a head's by 2^12; some are zero."""
+    case = index_case(
+        seed=7, visible=((1000,), (1, 700)), heads=32, width=128, page=64, dtype=torch.bfloat16,
+        device="cuda", scales=20,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(8)
+    spread = torch.exp2(torch.randint(-6, 7, (3, 32, 4), generator=g).float())
+    spread[0, 0] = spread[1, 5, 2] = 0.0
+    q = (case.q_TIJ.cpu().float() * spread.repeat_interleave(32, dim=2)).bfloat16().cuda()
+    options = {"capacity": case.capacity, "queries": 2, "block": 8}
+
+    def scores(w: Tensor, by_hand: bool) -> Tensor:
+        found = index.index_scan(q, w, case.keys, case.visible_T, **options, by_hand=by_hand)
+        return readable(case, found.scores_TS, 1).double()
+
+    found, want = scores(case.w_TI, True), scores(case.w_TI, False)
+    size = scores(case.w_TI.abs(), False)  # of what is added
+    assert ((found == -torch.inf) == (want == -torch.inf)).all()
+    # Sums of products are made in another order: a rounding differs here and there.
+    error = (found - want).nan_to_num(0.0).abs()
+    assert (error <= 2**-6 * size.clamp_min(0.0)).all()
+    assert (error > 0).sum() < 0.01 * (want > -torch.inf).sum()
 
 
 @pytest.mark.parametrize("page", [64, 32])

@@ -16,7 +16,9 @@ tens of thousands of keys on.
 
 Numbers: keys are exact (E2M1 x a power of two: the largest exponent of a key's blocks is taken out
 and put back after the sum, so nothing leaves bfloat16); per-head products, then their weighting,
-are rounded to q's type, the sum over heads is float32 and rounded once.
+are rounded to q's type, the sum over heads is float32 and rounded once. The kernels by hand
+(`cedar.ops.index_score.hopper`) take queries as the indexer makes them, with values that FP4_ROW
+can hold: other bfloat16 values they round to E4M3, with a scale a head.
 """
 
 # mypy: ignore-errors
@@ -26,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.dependent_launch import dependent
 from cedar.ops.index_score import PagedKeys, Scan
 from cedar.ops.index_score import reference as plain
 from cedar.ops.packed import row_width
@@ -43,8 +46,10 @@ MOST_QUERIES = 8
 _KEYS = 128
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _FAN = 8  # blocks of a group
-# Programs of the scan by hand that are there at once, and their registers, by their queries.
-_WARPGROUPS = {1: (660, 96), 2: (396, None), 4: (396, 168), 6: (396, 168), 8: (264, None)}
+# Of the kernels by hand: programs that are there at once, their registers, pieces of their rings.
+_AT_ONCE = 528
+_REGISTERS = 128
+_STAGES = 2
 _FLOATS = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -203,15 +208,13 @@ def index_scan(
         return found
     sequences = keys.table.shape[0]
     if by_hand if by_hand is not None else _fits_hopper(q_TIJ, keys, block):
-        group = block * _FAN if block else 16
-        at_once = queries + queries % 2 if queries > 1 else 1
-        at_most, registers = _WARPGROUPS[at_once]
-        programs = max(1, at_most // sequences)
-        hopper.scan[(min(triton.cdiv(capacity, 4 * group), programs), sequences)](
+        splits = min(triton.cdiv(capacity, 256), max(1, _AT_ONCE // sequences))
+        hopper.scan[(splits, sequences)](
             q_TIJ, w_TI, keys.raw.view(torch.int32), keys.table, keys.first, visible_T, scores,
             best, wide, keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
-            best.stride(0), wide.stride(0), Q=at_once, PAGE=keys.raw.shape[1], BLOCK=block,
-            WIDE=group, num_warps=4, maxnreg=registers,
+            best.stride(0), wide.stride(0), Q=queries + queries % 2 if queries > 1 else 1,
+            PAGE=keys.raw.shape[1], STAGES=_STAGES, PARTS=4 if queries == 1 else 2, num_warps=4,
+            maxnreg=_REGISTERS, **dependent(q_TIJ.device, splits * sequences),
         )  # fmt: skip
         return found
     at_once = triton.next_power_of_2(max(queries, 1))
@@ -249,12 +252,12 @@ def index_pool(
     if not scores.numel():
         return scores, best
     if by_hand if by_hand is not None else _fits_hopper(q_TIJ, keys, block):
-        splits = max(1, min(triton.cdiv(size, 64), _WARPGROUPS[1][0] // count))
+        splits = max(1, min(triton.cdiv(members, 8), _AT_ONCE // count))
         hopper.pool[(splits, count)](
             q_TIJ, w_TI, keys.raw.view(torch.int32), keys.table, sequence_T, visible_T, blocks_TM,
             scores, best, keys.table.stride(0), q_TIJ.stride(0), w_TI.stride(0), scores.stride(0),
-            blocks_TM.stride(0), best.stride(0), size, PAGE=keys.raw.shape[1], BLOCK=block,
-            num_warps=4,
+            blocks_TM.stride(0), best.stride(0), members, PAGE=keys.raw.shape[1], STAGES=_STAGES,
+            num_warps=4, maxnreg=_REGISTERS, **dependent(q_TIJ.device, splits * count),
         )  # fmt: skip
     else:
         padded = max(16, triton.next_power_of_2(heads))
@@ -279,9 +282,9 @@ def _rows(q_TIJ: Tensor, width: int) -> Tensor:
 def _fits_hopper(q_TIJ: Tensor, keys: PagedKeys, block: int) -> bool:
     """Whether the hand-written kernels take these inputs: their one shape."""
     shape = q_TIJ.dtype is torch.bfloat16 and q_TIJ.shape[1:] == (32, 128)
-    if not shape or block not in (0, 2, 4, 8, 16) or keys.raw.shape[1] % 16:
+    if not shape or block != _FAN or keys.raw.shape[1] % 8 or keys.raw.numel() >= 1 << 35:
         return False
-    if hopper is None or not q_TIJ.is_cuda or keys.raw.data_ptr() % 4:
+    if hopper is None or not q_TIJ.is_cuda or keys.raw.data_ptr() % 16:
         return False
     return torch.cuda.get_device_capability(q_TIJ.device) == (9, 0)
 

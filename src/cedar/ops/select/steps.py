@@ -78,6 +78,32 @@ def _put(target, value, chosen, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def _pairs(key):
+    """The bfloat16 scores of neighbouring columns in one int32 ``[rows, columns / 2]``."""
+    bits = key ^ ((key >> 31) & 0x7FFF)
+    lower, upper = tl.split(tl.reshape(bits, (key.shape[0], key.shape[1] // 2, 2)))
+    return (lower & 0xFFFF) | (upper << 16)
+
+
+@triton.jit
+def _reach(key, pairs, least, NARROW: tl.constexpr, PAIRED: tl.constexpr):
+    """How many keys reach ``least``; counted in pairs of scores where there are such."""
+    if PAIRED:
+        bound = (least ^ ((least >> 31) & 0x7FFF)) & 0xFFFF
+        mask = tl.inline_asm_elementwise(
+            "set.ge.u32.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, bound * 0x10001], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        # A half is -1 if its score reaches: a sum is 65536 (lower - upper) - lower.
+        total = _total(mask)
+        lower = -total & 0xFFFF
+        count = 2 * lower - ((total + lower) >> 16)
+    else:
+        count = -_total(_beyond(key, least, NARROW))
+    return count
+
+
+@triton.jit
 def _choose(
     key, first, k, groups, least, most, notes, LOWEST: tl.constexpr, COMPILED: tl.constexpr
 ):
@@ -88,23 +114,30 @@ def _choose(
     largest. Returns how many are chosen, and their smallest and the largest key.
     """
     NARROW: tl.constexpr = LOWEST > -65536
+    PAIRED: tl.constexpr = COMPILED and NARROW
+    pairs = _pairs(key) if PAIRED else key
     # ``low`` is reached by at least ``kept`` keys (the bound by little more), ``high`` by fewer.
     low = least
     high = most + 1
     reach_low = tl.full((), 0x7FFFFFFF, tl.int32)  # unknown
-    step = tl.full((), 4 if NARROW else 4 << 16, tl.int32)
+    # Steps grow from a bound close below, or, where there is none, from the largest key down.
+    up = tl.full((), 4 if NARROW else 4 << 16, tl.int32)
+    down = tl.full((), 1 << 30, tl.int32)
     if groups < k:
         NONE: tl.constexpr = 0x8000 if NARROW else 0x7FFFFFFE
         low = tl.min(tl.min(tl.where(key > LOWEST, key, NONE), 1), 0)
-        reach_low = -_total(_beyond(key, LOWEST + 1, NARROW))
-        step = tl.full((), 1 << 30, tl.int32)
+        reach_low = _reach(key, pairs, LOWEST + 1, NARROW, PAIRED)
+        up = tl.full((), 1 << 30, tl.int32)
+        down = tl.full((), 128 if NARROW else 128 << 16, tl.int32)
     kept = tl.minimum(reach_low, k)
     reach_high = kept * 0
     while (high > low + 1) & (reach_low > kept):
         middle = (low & high) + ((low ^ high) >> 1)
-        middle = tl.where(middle - low > step, low + step, middle)
-        step = tl.minimum(step, 1 << 28) * 4
-        reach = -_total(_beyond(key, middle, NARROW))
+        middle = tl.where(middle - low > up, low + up, middle)
+        middle = tl.where(high - middle > down, high - down, middle)
+        up = tl.minimum(up, 1 << 28) * 4
+        down = tl.minimum(down, 1 << 28) * 4
+        reach = _reach(key, pairs, middle, NARROW, PAIRED)
         enough = reach >= kept
         low = tl.where(enough, middle, low)
         reach_low = tl.where(enough, reach, reach_low)
