@@ -36,6 +36,9 @@ class Value:
     def to(self, kind: torch.dtype, bitcast: bool = False) -> "Value":
         return Value(self.raw.view(kind) if bitcast else self.raw.to(kind))
 
+    def broadcast_to(self, shape: tuple[int, ...]) -> "Value":
+        return Value(self.raw.broadcast_to(shape))
+
     def __getitem__(self, at: Any) -> "Value":
         return Value(self.raw[at])
 
@@ -79,6 +82,10 @@ class Pointer:
         cls.buffers.append(buffer.view(-1))
         return cls(torch.tensor(len(cls.buffers) - 1), torch.tensor(0))
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.buffers[int(self.which.flatten()[0])].dtype)
+
     def __add__(self, distance: Any) -> "Pointer":
         return Pointer(self.which, self.offset + _raw(distance))
 
@@ -104,7 +111,9 @@ class Pointer:
         buffer, at = self.buffers[int(self.which.flatten()[0])], self.offset[live]
         _inside(at, buffer)
         assert at.unique().numel() == at.numel(), "two stores to one place"
-        buffer[at] = torch.broadcast_to(_raw(values), live.shape)[live].to(buffer.dtype)
+        buffer[at] = torch.broadcast_to(torch.as_tensor(_raw(values)), live.shape)[live].to(
+            buffer.dtype
+        )
 
 
 class Shared:
@@ -125,6 +134,12 @@ class Shared:
     def load(self, layout: Any) -> Value:
         return Value(self.raw.clone())
 
+    def store(self, value: Value) -> None:
+        self.raw.copy_(value.raw)
+
+    def _reinterpret(self, kind: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        return Shared(self.raw.view(kind).view(shape))
+
     def copy(self, source: Pointer, mask: Any = True) -> None:
         poison = torch.nan if self.raw.is_floating_point() else -1
         self.raw.copy_(source.read(mask, poison))
@@ -139,7 +154,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, warps: int, **arguments: Any) 
     run = _namespace(kernel.fn.__globals__, {})[kernel.fn.__name__]
     for y in range(grid[1]):
         for x in range(grid[0]):
-            _LANGUAGE.program = (x, y)
+            _LANGUAGE.program, _LANGUAGE.grid = (x, y), grid
             _LANGUAGE.warps = warps
             run(**given)
 
@@ -252,8 +267,16 @@ def _instruction(name: str, operands: list[str], registers: dict[str, Tensor]) -
     registers[into] = out
 
 
+def _atomic_add(at: Pointer, value: int, sem: str | None = None) -> Value:
+    """Of one number: what was there before."""
+    old = at.read(True, 0)
+    at.write(old + value, True)
+    return Value(old)
+
+
 class _Language(SimpleNamespace):
     program: tuple[int, ...] = (0, 0)
+    grid: tuple[int, ...] = (1, 1)
     warps = 4
 
 
@@ -262,6 +285,8 @@ _LANGUAGE = _Language(
     constexpr=lambda value: value,
     num_warps=lambda: _LANGUAGE.warps,
     program_id=lambda axis: Value(torch.tensor(_LANGUAGE.program[axis], dtype=torch.int32)),
+    num_programs=lambda axis: _LANGUAGE.grid[axis],
+    atomic_add=_atomic_add,
     arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
     zeros=lambda shape, kind, layout=None: Value(torch.zeros(shape, dtype=kind)),
     full=lambda shape, value, kind, layout=None: Value(torch.full(shape, value, dtype=kind)),

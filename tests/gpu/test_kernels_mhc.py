@@ -1,4 +1,4 @@
-"""The launch of programs that stay (`cedar.ops.mhc.hopper`) on a device against the reference."""
+"""The launches by hand, of many tokens and of few, on a device against the reference."""
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ if torch.cuda.is_available():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("written for Hopper", allow_module_level=True)
     from cedar.ops.mhc.hopper import Persistent
+    from cedar.ops.mhc.hopper_few import Few
     from cedar.ops.mhc.triton import MhcStepKernel
 
 SETTINGS = {"norm_eps": 1e-20, "hc_eps": 1e-6, "sinkhorn_iters": 20}
@@ -33,7 +34,7 @@ def poisoned(x: Tensor, update: object) -> Outputs:
     return out, MhcMix(wide(4), wide(4), wide(4, 4)), wide(x.shape[2]).to(x.dtype)
 
 
-def launched(kernel: "Persistent", case: tuple, **options: object) -> Outputs:
+def launched(kernel: "Persistent | Few", case: tuple, **options: object) -> Outputs:
     found = poisoned(*case[:2])
     kernel.launch(*case, *found, **SETTINGS, **options)
     return found
@@ -124,5 +125,63 @@ def test_replays_of_a_graph() -> None:
         kernel(*case, **SETTINGS)
         torch.cuda.synchronize()
         for out, mix, h in found:
+            for a, b in zip((out, *mix, h), (want[0], *want[1], want[2]), strict=True):
+                assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("width", [128, 640, 5120])
+def test_few(width: int) -> None:
+    """Whole and odd tiles, one after another, on the same places; each twice, bit for bit."""
+    kernel = Few()
+    for count in (1, 8, 9, 16, 3, 16):
+        case = mhc_case(seed=count, count=count, width=width, dtype=torch.bfloat16, device="cuda")
+        assert kernel.takes(case[0], case[1], case[4])
+        found, again = launched(kernel, case), launched(kernel, case)
+        assert_good(found, case)
+        for a, b in zip(
+            (found[0], *found[1], found[2]), (again[0], *again[1], again[2]), strict=True
+        ):
+            assert_bitwise(a, b)
+
+
+def test_few_of_the_first_sublayer() -> None:
+    case = mhc_case(seed=3, count=5, width=5120, dtype=torch.bfloat16, device="cuda")
+    first = (case[0], None, *case[2:])
+    assert_good(launched(Few(), first), first)
+
+
+def test_one_of_few_does_not_depend_on_the_others() -> None:
+    x, (y, old), pre, *rest = mhc_case(
+        seed=7, count=16, width=5120, dtype=torch.bfloat16, device="cuda"
+    )
+    kernel = Few()
+    out, mix, h = launched(kernel, (x, (y, old), pre, *rest))
+    for few in (slice(0, 1), slice(8, 15)):
+        cut = (x[few], (y[few], MhcMix(*(v[few] for v in old))), pre[few], *rest)
+        some = launched(kernel, cut)
+        for a, b in zip((out, *mix, h), (some[0], *some[1], some[2]), strict=True):
+            assert_bitwise(a[few], b)
+
+
+def test_replays_of_few() -> None:
+    """Numbers go on through replays, with launches of other sizes between them."""
+    cases = [
+        mhc_case(seed=count, count=count, width=5120, dtype=torch.bfloat16, device="cuda")
+        for count in (2, 13)
+    ]
+    kernel = MhcStepKernel()
+    wants = [kernel(*case, **SETTINGS) for case in cases]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        founds = [kernel(*case, **SETTINGS) for case in cases for _ in range(2)]
+    for _ in range(3):
+        for out, mix, h in founds:
+            for value in (out, *mix, h):
+                value.fill_(torch.nan)
+        graph.replay()
+        kernel(*cases[0], **SETTINGS)
+        torch.cuda.synchronize()
+        for (out, mix, h), want in zip(founds, [w for w in wants for _ in range(2)], strict=True):
             for a, b in zip((out, *mix, h), (want[0], *want[1], want[2]), strict=True):
                 assert_bitwise(a, b)

@@ -75,6 +75,15 @@ def test_many_sinkhorn_steps() -> None:
     assert max(worst(found, other).values()) > 1e-3
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
+def test_few_sinkhorn_steps(iterations: int) -> None:
+    """Fewer than are asked for ahead."""
+    case = mhc_case(seed=2, count=3, width=64)
+    found = gradients(MhcStepTraining(), case, sinkhorn_iters=iterations)
+    want = gradients(plain.mhc_step, case, torch.float64, sinkhorn_iters=iterations)
+    assert max(worst(found, want).values()) < 2e-5
+
+
 def test_without_an_update() -> None:
     case = mhc_case(seed=3, count=5, width=96)
     first = (case[0], None, *case[2:])

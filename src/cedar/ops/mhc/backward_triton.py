@@ -8,14 +8,15 @@ the two reciprocal RMS, ``z = X' fnᵀ`` the 24 raw columns, primes for gradient
     dx_j = Σ_i comb[j, i] G_i        dy = Σ_i post_i G_i        dfn = Σ_T ζᵀ X'
     dpost_i = Σ_D y G_i              dcomb[j, i] = Σ_D x_j G_i
 
-Four launches: the sums Σ h dh; one token a thread through the coefficients; the streams; the sums
-of partial results in a fixed order, so that gradients are reproducible. The third reads x, y, dX'
+Three launches: the way back through the coefficients beside the sums Σ h dh; the streams; the sums
+of partial results in a fixed order, so that gradients are reproducible. The second reads x, y, dX'
 and dh once, recomputes X', and writes dx and dy; a program owns some channels and goes through
-tokens, which keeps its part of fn and of dfn in registers.
+tokens, which keeps its part of fn and of dfn on its multiprocessor.
 
 Bytes of 16-bit streams: ``T x (10 read + 5 written) D x 2`` = T x 153.6 KB (released), the minimum
-even if z is given, and 1.97 MB each of fn and dfn; here 2 D more for Σ h dh and 2-6 % for partial
-results. FLOP: ``T x 4 D x 24 x 2 x 2`` = T x 1.97 M on tensor cores. Bound by memory.
+even if z is given, and 1.97 MB each of fn and dfn; here 2 D more for Σ h dh, 15.4 KB a token for
+partial sums over channels and 2 MB for each part of dfn, both written and read.
+FLOP: ``T x 4 D x 24 x 2 x 2`` = T x 1.97 M on tensor cores. Bound by memory.
 
 ζ is cut into two bfloat16 parts where streams are 16 bits wide, fn is rounded to bfloat16 once.
 """
@@ -30,10 +31,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.dependent_launch import dependent, hand_over
 from cedar.ops.mhc import MhcMix, MhcParameters, hopper
 from cedar.ops.mhc import backward_gluon as streams
 from cedar.ops.mhc import reference as plain
-from cedar.ops.mhc.sinkhorn_triton import mix_tokens, solve_tokens
+from cedar.ops.mhc.prepare_triton import prepare
+from cedar.ops.mhc.sinkhorn_triton import mix_tokens
 from cedar.ops.mhc.training_triton import norm_rows, rounded, update_streams
 from cedar.ops.mhc.triton import MhcStepKernel
 
@@ -41,31 +44,24 @@ __all__ = ["MhcStepTraining", "untrainable"]
 
 _PROGRAMS = 132  # multiprocessors of an H200
 _COLUMNS = 32  # 24 coefficients, padded
+_MANY = 1024  # tokens from which on programs beside whole slices pay
+_SETUP = 48  # tokens that take as long as a slice's beginning and end
 _SUMS = 24  # of a token over the channels: 4 of dpre, 4 of dpost, 16 of dcomb
 
 
 @triton.jit
-def _inner(h, dh, out, D: tl.constexpr, BLOCK: tl.constexpr):
-    """``Σ h dh`` of one token. dh is read again soon, h is not."""
-    token = tl.program_id(0).to(tl.int64)
-    here = tl.arange(0, BLOCK)
-    place = token * D + here
-    a = tl.load(h + place, mask=here < D, other=0.0, eviction_policy="evict_first")
-    b = tl.load(dh + place, mask=here < D, other=0.0, eviction_policy="evict_last")
-    tl.store(out + token, tl.sum(a.to(tl.float32) * b.to(tl.float32), 0))
-
-
-@triton.jit
 def _told(entry_T, number: tl.constexpr, known_T):
-    return tl.load(entry_T + number * 32, mask=known_T, other=0.0)[:, None]
+    """One of the 32 numbers that the table has of a token."""
+    place = entry_T + number // 4 * 64 + number % 4
+    return tl.load(place, mask=known_T, other=0.0)[:, None]
 
 
 @triton.jit
 def _into(entry_T, stream: tl.constexpr, known_T):
     """The five weights of a new stream: of the four old ones, and of y."""
-    c0, c1 = _told(entry_T, 40 + stream, known_T), _told(entry_T, 44 + stream, known_T)
-    c2, c3 = _told(entry_T, 48 + stream, known_T), _told(entry_T, 52 + stream, known_T)
-    return c0, c1, c2, c3, _told(entry_T, 32 + stream, known_T)
+    c0, c1 = _told(entry_T, 12 + stream, known_T), _told(entry_T, 16 + stream, known_T)
+    c2, c3 = _told(entry_T, 20 + stream, known_T), _told(entry_T, 24 + stream, known_T)
+    return c0, c1, c2, c3, _told(entry_T, 8 + stream, known_T)
 
 
 @triton.jit
@@ -94,7 +90,8 @@ def _reach(zeta, weight, DTYPE: tl.constexpr):
 
 @triton.jit
 def _streams(
-    x, y, fn, weight, table, dx_new, dh, dx, dy, sums, fn_parts, weight_parts, count, per_program,
+    x, y, fn, weight, table, zeta_of, dx_new, dh, dx, dy, sums, fn_parts, weight_parts, count,
+    per_program,
     D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
     UPDATE: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -125,19 +122,16 @@ def _streams(
         s2 = tl.load(x + place + 2 * D, mask=inside, other=0.0)
         s3 = tl.load(x + place + 3 * D, mask=inside, other=0.0)
         slope = tl.load(dh + narrow, mask=inside, other=0.0).to(tl.float32)
-        entry = table + token // 32 * 2048 + token % 32
+        entry = table + token // 16 * 512 + token % 16 * 4
         zeta = tl.load(
-            entry[:, None] + column[None, :] * 32,
+            zeta_of + token[:, None] * 32 + column[None, :],
             mask=known[:, None] & (column < 24)[None, :],
             other=0.0,
         )
-        rate, share, kappa = (
-            _told(entry, 24, known),
-            _told(entry, 25, known),
-            _told(entry, 26, known),
-        )
-        p0, p1 = _told(entry, 36, known), _told(entry, 37, known)
-        p2, p3 = _told(entry, 38, known), _told(entry, 39, known)
+        rate, share = _told(entry, 0, known), _told(entry, 1, known)
+        kappa = _told(entry, 2, known)
+        p0, p1 = _told(entry, 4, known), _told(entry, 5, known)
+        p2, p3 = _told(entry, 6, known), _told(entry, 7, known)
         x0, x1, x2, x3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
         if UPDATE:
             new = tl.load(y + narrow, mask=inside, other=0.0).to(tl.float32)
@@ -219,14 +213,14 @@ def _streams(
 
 
 @triton.jit
-def _add_up(parts, size, here, wanted, PARTS: tl.constexpr):
+def _add_up(parts, size, here, wanted, PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
     """The sum over the leading dimension of ``[PARTS, size]`` at the ``wanted`` places ``here``.
 
-    Eight at a time, so that several loads are under way at once.
+    Some at a time, so that many loads are under way at once.
     """
     total = tl.zeros(here.shape, tl.float32)
-    for n in tl.range(0, PARTS, 8):
-        part = (n + tl.arange(0, 8)).to(tl.int64)[:, None]
+    for n in tl.range(0, PARTS, AT_ONCE):
+        part = (n + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None]
         inside = (part < PARTS) & wanted[None, :]
         total += tl.sum(tl.load(parts + part * size + here[None, :], mask=inside, other=0.0), 0)
     return total
@@ -237,9 +231,12 @@ def _finish(
     fn_parts, dfn, weight_parts, d_weight, sums, dpre, dpost, dcomb, small, dbase, dscale, count,
     solved,
     D: tl.constexpr, TIMES: tl.constexpr, SLICES: tl.constexpr, UPDATE: tl.constexpr,
-    BLOCK: tl.constexpr, FN: tl.constexpr, WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr, FN: tl.constexpr, WEIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0: base and scale; then FN of dfn, WEIGHT of the norm weight, the rest of tokens."""
+    """Programs 0: base and scale; then FN of dfn, WEIGHT of the norm weight, the rest of tokens:
+    8 sums of 32 tokens each."""
+    if PDL:
+        hand_over()
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, 32)
     lane = tl.arange(0, BLOCK)
@@ -255,25 +252,25 @@ def _finish(
         tl.store(dscale + column - 24, few_sum, mask=(column >= 24) & (column < 27))
     elif program < 1 + FN:
         here = (program - 1) * BLOCK + lane
-        total = _add_up(fn_parts, 24 * 4 * D, here, here < 24 * 4 * D, TIMES)
+        total = _add_up(fn_parts, 24 * 4 * D, here, here < 24 * 4 * D, TIMES, 8)
         tl.store(dfn + here, total, mask=here < 24 * 4 * D)
     elif program < 1 + FN + WEIGHT:
         here = (program - 1 - FN) * BLOCK + lane
-        total = _add_up(weight_parts, D, here, here < D, TIMES)
+        total = _add_up(weight_parts, D, here, here < D, TIMES, 8)
         tl.store(d_weight + here, total, mask=here < D)
     else:
-        block = program - 1 - FN - WEIGHT
-        LAST: tl.constexpr = 24 if UPDATE else 4
-        which, token = lane // 32, block * 32 + lane % 32
-        known = (token < count) & (which < LAST)
-        total = _add_up(sums + block * 768, solved * 768, lane, known, SLICES)
-        tl.store(dpre + token * 4 + which, total, mask=known & (which < 4))
+        number = program - 1 - FN - WEIGHT
+        EIGHTS: tl.constexpr = 3 if UPDATE else 1
+        block, one = number // EIGHTS, tl.arange(0, 256)
+        which, token = number % EIGHTS * 8 + one // 32, block * 32 + one % 32
+        known = (token < count) & (which < (24 if UPDATE else 4))
+        place = sums + block * 768 + number % EIGHTS * 256
+        found = _add_up(place, solved * 768, one, known, SLICES, 32)
+        tl.store(dpre + token * 4 + which, found, mask=known & (which < 4))
         if UPDATE:
             is_post = known & (which >= 4) & (which < 8)
-            tl.store(dpost + token * 4 + which - 4, total, mask=is_post)
-            tl.store(
-                dcomb + token * 16 + which - 8, total, mask=known & (which >= 8) & (which < 24)
-            )
+            tl.store(dpost + token * 4 + which - 4, found, mask=is_post)
+            tl.store(dcomb + token * 16 + which - 8, found, mask=known & (which >= 8))
 
 
 def untrainable(x_TCD: Tensor, parameters: MhcParameters) -> str | None:
@@ -390,44 +387,50 @@ def backward(
     count, _, width = x.shape
     update = y is not None
     if fast is None:
-        fast = _TUNED and update and x.dtype is torch.bfloat16 and width % 64 == 0
+        fast = _TUNED and update and width % 64 == 0 and _by_hand(x, y, dx_new, dh, weight)
     if fast:
-        tokens, channels = 32, 64
+        tokens, channels = 16, 64
 
     def wide(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    solved = triton.cdiv(count, 32)
-    inner, table = wide(count), wide(solved, 64, 32)
-    _inner[(count,)](h, dh, inner, D=width, BLOCK=triton.next_power_of_2(width), num_warps=4)
-    small, iterations = wide(solved, 32), settings["sinkhorn_iters"]
-    solve_tokens[(solved,)](
-        kept, rates, base, scale, dpre, dpost, dcomb, inner, post, pre, comb, table,
+    solved, iterations = triton.cdiv(count, 32), settings["sinkhorn_iters"]
+    table, small = wide(2 * solved, 8, 16, 4), wide(solved, 32)
+    kind = torch.bfloat16 if fast else torch.float32
+    zeta = torch.empty((2 * solved, 2 if fast else 1, 16, 32), dtype=kind, device=x.device)
+    prepare[(solved + count,)](
+        h, dh, kept, rates, base, scale, dpre, dpost, dcomb, post, pre, comb, table, zeta,
         wide(2 * iterations, 4, count), small, count, settings["hc_eps"],
-        D=width, ITERATIONS=iterations, UPDATE=update, num_warps=1,
+        D=width, ITERATIONS=iterations, UPDATE=update, CUT=fast, FAST=_TUNED, BLOCK=1024,
+        PDL=fast and dependent(x.device)["PDL"], num_warps=1,
     )  # fmt: skip
     slices = triton.cdiv(width, channels)
+    extra, tail, each = 0, count, 1
     if times is None:
         # By hand, as many programs as run at once, two on a multiprocessor.
         most = max(1, 2 * _PROGRAMS // slices) if fast else 8
-        times = max(1, min(triton.cdiv(count, 2 * tokens), most))
-    per_program = triton.cdiv(triton.cdiv(count, times), tokens) * tokens
-    times = triton.cdiv(count, per_program)
+        times = max(1, min(triton.cdiv(count, 64), most))
+        if fast and count >= _MANY:
+            extra, tail, each = _shares(count, slices, times)
+    per_program = triton.cdiv(triton.cdiv(tail, times), tokens) * tokens
+    times = triton.cdiv(tail, per_program)
     dx, dy = torch.empty_like(x), None if y is None else torch.empty_like(y)
+    parts = times + (extra > 0)
     sums, fn_parts, weight_parts = (
-        wide(slices, solved, _SUMS, 32), wide(times, 24, 4 * width), wide(times, width)
+        wide(slices, solved, _SUMS, 32), wide(parts, 24, 4 * width), wide(parts, width)
     )  # fmt: skip
     arguments = (
-        x, y, fn, weight, table, dx_new, dh, dx, dy, sums, fn_parts, weight_parts, count,
-        per_program,
+        x, y, fn, weight, table, zeta, dx_new, dh, dx, dy, sums, fn_parts, weight_parts, count
     )  # fmt: skip
     if fast:
-        streams.kernel[(slices, times)](*arguments, D=width, num_warps=4)
+        streams.kernel[(slices * times + extra,)](
+            *arguments, tail, per_program, D=width, TIMES=times, EACH=each, num_warps=4,
+            **dependent(x.device),
+        )  # fmt: skip
     else:
         _streams[(slices, times)](
-            *arguments, D=width, TOKENS=tokens, CHANNELS=channels, COLUMNS=_COLUMNS,
-            UPDATE=update, DTYPE=_TL[x.dtype],
-            FAST=_fast(x), STAGES=stages, num_warps=warps,
+            *arguments, per_program, D=width, TOKENS=tokens, CHANNELS=channels, COLUMNS=_COLUMNS,
+            UPDATE=update, DTYPE=_TL[x.dtype], FAST=_fast(x), STAGES=stages, num_warps=warps,
         )  # fmt: skip
     block = 1024
     programs = triton.cdiv(24 * 4 * width, block), triton.cdiv(width, block)
@@ -436,13 +439,32 @@ def backward(
     d_pre, d_post, d_comb = wide(count, 4), None, None
     if update:
         d_post, d_comb = wide(count, 4), wide(count, 4, 4)
-    _finish[(1 + sum(programs) + solved,)](
+    grid = 1 + sum(programs) + (3 if update else 1) * solved
+    _finish[(grid,)](
         fn_parts, d_fn, weight_parts, d_weight, sums, d_pre, d_post, d_comb, small, d_base,
         d_scale, count, solved,
-        D=width, TIMES=times, SLICES=slices, UPDATE=update, BLOCK=block,
-        FN=programs[0], WEIGHT=programs[1], num_warps=4,
+        D=width, TIMES=parts, SLICES=slices, UPDATE=update, BLOCK=block,
+        FN=programs[0], WEIGHT=programs[1], num_warps=4, **dependent(x.device, grid),
     )  # fmt: skip
     return dx, dy, d_post, d_comb, d_pre, d_fn, d_base, d_scale, d_weight
+
+
+def _shares(count: int, slices: int, times: int) -> tuple[int, int, int]:
+    """Programs that whole slices leave over, the tokens before those that they take, and of how
+    many slices each: all programs are to end at the same time."""
+    spare = 2 * _PROGRAMS - slices * times
+    each = triton.cdiv(slices, spare) if spare > 0 else slices
+    last = (count - times * (each - 1) * _SETUP) // (times * each + 1)
+    if spare <= 0 or last < 16:
+        return 0, count, 1
+    return triton.cdiv(slices, each), (count - last) // (16 * times) * 16 * times, each
+
+
+def _by_hand(*values: Tensor | None) -> bool:
+    """Whether all are bfloat16 and aligned as copies of 16 bytes want it."""
+    return all(
+        v is not None and v.dtype is torch.bfloat16 and not v.data_ptr() % 16 for v in values
+    )
 
 
 def _fast(x_TCD: Tensor) -> bool:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.ops.mhc import MhcMix, MhcParameters, hopper
+from cedar.ops.mhc import MhcMix, MhcParameters, hopper, hopper_few
 from cedar.ops.mhc import reference as plain
 from cedar.ops.mhc.sinkhorn_triton import sinkhorn
 
@@ -294,6 +294,7 @@ class MhcStepKernel:
 
     def __init__(self) -> None:
         self._counters: dict[tuple[torch.device, int], Tensor] = {}
+        self._few = hopper_few.Few()
         self._persistent = hopper.Persistent()
 
     def __call__(
@@ -354,9 +355,15 @@ class MhcStepKernel:
         """Run the kernel; a program takes ``tokens`` tokens and 1/``splits`` of the channels.
 
         ``by_hand`` chooses the launch of `cedar.ops.mhc.hopper`, by default for many tokens where
-        it can run.
+        it can run; that of `cedar.ops.mhc.hopper_few` is a default only.
         """
         count, _, width = x_TCD.shape
+        if by_hand is None and _COMPILED and self._few.takes(x_TCD, update, norm_weight):
+            self._few.launch(
+                x_TCD, update, pre_TC, parameters, norm_weight, x_out, mix, h_TD,
+                norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters,
+            )  # fmt: skip
+            return
         if by_hand is None:
             by_hand = _COMPILED and self._persistent.takes(x_TCD, norm_weight)
         if by_hand:
