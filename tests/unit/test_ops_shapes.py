@@ -35,7 +35,7 @@ def test_the_letters_of_the_model_are_true() -> None:
         model.draft_train(out.taps_TX, batch, anchors, anchors)
     # Letters that were looked at, so that an empty search cannot pass.
     assert len(report.checked) > 200
-    for piece in ("Attention.attend: q_TNH", "select_blocks: scores_TS", "compress: kv_GRH"):
+    for piece in ("Attention.attend: q_TNH", "select_best: best_TM", "compress: kv_GRH"):
         assert any(piece in name for name in report.checked)
 
 

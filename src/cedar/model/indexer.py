@@ -120,6 +120,7 @@ class Indexer(nn.Module):
         context is larger than the pool scores the pool's keys only.
         """
         visible_T = ctx.visible_T(self.plan.compress_ratio)
+        wanted = self.pool_blocks if self.plan.builds_candidates else 0
         entries, blocks = [], []
         for n, (start, stop) in enumerate(ctx.bounds):
             last = (ctx.starts[n] + stop - start) // self.plan.compress_ratio
@@ -134,20 +135,19 @@ class Indexer(nn.Module):
                     entries.append(self._search_pool(part, main, n, inside, visible_T[chunk]))
                     continue
                 keys = main.keys(n, last) if keys is None else keys
-                scores = self._scores(part, keys[:seen], visible_T[chunk])
-                entries.append(self.ops.select_entries(scores, self.topk))
-                if self.plan.builds_candidates:
-                    blocks.append(
-                        self.ops.select_blocks(
-                            scores, visible_T[chunk], self.pool_block, self.pool_blocks
-                        )
-                    )
-        return torch.cat(entries), torch.cat(blocks) if self.plan.builds_candidates else None
+                scan = self.ops.index_prefill(
+                    *part, keys[:seen], visible_T[chunk], block=self.pool_block or _GROUP
+                )
+                chosen = self.ops.select_scan(scan, visible_T[chunk], self.topk, blocks=wanted)
+                entries.append(chosen.entries_TK)
+                if chosen.blocks_TM is not None:
+                    blocks.append(chosen.blocks_TM)
+        return torch.cat(entries), torch.cat(blocks) if wanted else None
 
     def _chunks(
         self, start: int, stop: int, entries: int, pool: Candidates | None, device: torch.device
     ) -> list[slice]:
-        width = entries * self.heads
+        width = entries
         if pool is not None:
             width = max(width, pool.capacity * (self.width + self.heads))
         size = max(1, _CHUNK_ELEMENTS.get(device.type, 2**23) // max(width, 1))

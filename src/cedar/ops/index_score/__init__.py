@@ -8,7 +8,15 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["IndexPool", "IndexScan", "IndexScore", "IndexScoreRows", "PagedKeys", "Scan"]
+__all__ = [
+    "IndexPool",
+    "IndexPrefill",
+    "IndexScan",
+    "IndexScore",
+    "IndexScoreRows",
+    "PagedKeys",
+    "Scan",
+]
 
 
 class PagedKeys(NamedTuple):
@@ -25,7 +33,7 @@ class PagedKeys(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Scores ``[T, capacity]`` of an `IndexScan`, and their maxima.
+    """Scores ``[T, capacity]`` of an `IndexScan` or `IndexPrefill`, and their maxima.
 
     best: ``[T, capacity / block]``, of blocks of ``block`` columns, and wide: of eight blocks each
     (both rounded up); None without a block.
@@ -52,6 +60,18 @@ class IndexScoreRows(Protocol):
     def __call__(self, q_TIJ: Tensor, w_TI: Tensor, keys_RJ: Tensor, rows_TM: Tensor) -> Tensor: ...
 
 
+class IndexPrefill(Protocol):
+    """``index_prefill(q [T, I, J], w [T, I], keys [S, J], visible [T], block) -> Scan``.
+
+    `IndexScore` of one sequence's entries for many of its queries; −∞ from entry ``visible`` on,
+    in the maxima too.
+    """
+
+    def __call__(
+        self, q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor, visible_T: Tensor, *, block: int = 0
+    ) -> Scan: ...
+
+
 class IndexScan(Protocol):
     """``index_scan(q [T, I, J], w [T, I], keys, visible [T], ...) -> Scan``.
 
@@ -60,7 +80,8 @@ class IndexScan(Protocol):
     behind is undefined: nobody may read it, and nobody pays for it. Maxima are those of blocks
     that begin before it.
 
-    capacity: columns; at least the largest ``visible``. queries: most tokens of a sequence.
+    q: numbers that FP4_ROW can hold, as its cast leaves them. capacity: columns; at least the
+    largest ``visible``. queries: most tokens of a sequence.
     """
 
     def __call__(

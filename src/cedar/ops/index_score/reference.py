@@ -11,7 +11,9 @@ from cedar.ops.packed import page_rows, unpack_rows
 from cedar.ops.precision import widen
 from cedar.quant import FP4_ROW
 
-__all__ = ["index_pool", "index_scan", "index_score", "index_score_rows"]
+__all__ = ["index_pool", "index_prefill", "index_scan", "index_score", "index_score_rows"]
+
+_PRODUCTS = 2**23  # of all heads that are held at a time
 
 
 def index_score(q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor) -> Tensor:
@@ -20,6 +22,16 @@ def index_score(q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor) -> Tensor:
 
 def index_score_rows(q_TIJ: Tensor, w_TI: Tensor, keys_RJ: Tensor, rows_TM: Tensor) -> Tensor:
     return _weigh(torch.matmul(q_TIJ, F.embedding(rows_TM, keys_RJ).transpose(1, 2)), w_TI)
+
+
+def index_prefill(
+    q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor, visible_T: Tensor, *, block: int = 0
+) -> Scan:
+    at_once = max(1, _PRODUCTS // max(q_TIJ.shape[1] * len(keys_SJ), 1))
+    parts = zip(q_TIJ.split(at_once), w_TI.split(at_once), strict=True)
+    scores = torch.cat([index_score(q, w, keys_SJ) for q, w in parts])
+    hidden = torch.arange(len(keys_SJ), device=scores.device) >= visible_T.unsqueeze(1)
+    return _scan(scores.masked_fill(hidden, -torch.inf), block)
 
 
 def index_scan(
@@ -44,10 +56,7 @@ def index_scan(
         found = index_score(q_TIJ[start:stop], w_TI[start:stop], held)
         hidden = torch.arange(seen, device=found.device) >= visible_T[start:stop].unsqueeze(1)
         scores[start:stop, :seen] = found.masked_fill(hidden, -torch.inf)
-    if not block:
-        return Scan(scores)
-    best = _maxima(scores, block)
-    return Scan(scores, best, _maxima(best, 8), block)
+    return _scan(scores, block)
 
 
 def index_pool(
@@ -68,6 +77,14 @@ def index_pool(
     held = unpack_rows(keys.raw.flatten(0, 1)[unique], FP4_ROW, q_TIJ.dtype)
     scores = index_score_rows(q_TIJ, w_TI, held, rows).masked_fill(~known, -torch.inf)
     return scores, _maxima(scores, block)
+
+
+def _scan(scores_TS: Tensor, block: int) -> Scan:
+    """With the maxima of blocks, and of eight of them."""
+    if not block:
+        return Scan(scores_TS)
+    best = _maxima(scores_TS, block)
+    return Scan(scores_TS, best, _maxima(best, 8), block)
 
 
 def _maxima(scores_TS: Tensor, size: int) -> Tensor:

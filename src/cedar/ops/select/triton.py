@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.aligned import aligned_rows
 from cedar.ops.dependent_launch import dependent, hand_over
 from cedar.ops.index_score import Scan
 from cedar.ops.select import Chosen, Place
@@ -48,7 +49,7 @@ _MOST = _STEP // _FAN
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _select(
     fine, middle, coarse, notes, visible, out, fine_stride, middle_stride, coarse_stride,
     out_stride, width, k, pool, table, sequence, rows, pool_stride, table_stride, rows_stride,
@@ -107,7 +108,7 @@ def _select(
             tl.store(blocks_out + place, block.to(tl.int64), mask=place < blocks_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "blocks", "groups"])
 def _maxima(
     scores, best, wide, visible, row_stride, best_stride, wide_stride, width, blocks, groups,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, FAN: tl.constexpr,
@@ -247,8 +248,8 @@ def block_maxima(
     count, width = scores_TS.shape
     blocks = triton.cdiv(width, block)
     groups = triton.cdiv(blocks, _FAN)
-    best = torch.empty((count, blocks), dtype=scores_TS.dtype, device=scores_TS.device)
-    wide = torch.empty((count, groups), dtype=scores_TS.dtype, device=scores_TS.device)
+    best = aligned_rows(count, blocks, scores_TS)
+    wide = aligned_rows(count, groups, scores_TS)
     if best.numel():
         padded = triton.next_power_of_2(block)
         at_once = max(_FAN, 4096 // padded)
