@@ -1,27 +1,38 @@
 """Experts on packed FP4 weights at the released size, 384 with 6 a token, and their router.
 
 Columns: floor, ours, the portable Triton version, a grouped product on bfloat16 weights
-(`torch._grouped_mm`, four times the bytes), DeepGEMM's two grouped FP8 products if it can be
-imported (twice the bytes); of the router plain PyTorch. Lines with ``shared`` hold the shared
-expert, too, and its sum with the routed ones.
+(`torch._grouped_mm`, four times the bytes), DeepGEMM's two grouped FP8 products (twice the bytes)
+and Liger's fused experts (four times) if they can be imported; of the router plain PyTorch. Lines
+with ``shared`` hold the shared expert, too, and its sum with the routed ones. Lines of ``mixture``
+hold the router as well; beside them both operations by themselves. Arguments choose kinds of lines
+and numbers of tokens.
 """
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from benchmarks.ops.measure import Report, Sample, floor_us, need_gpu, relative_error, timed
-from benchmarks.ops.peers import deep_gemm
+from benchmarks.ops.peers import deep_gemm, liger
 from torch import Tensor
 
 from cedar.ops.experts import packed, triton
 from cedar.ops.experts import reference as plain
+from cedar.ops.experts.mixture import MixtureKernels
+from cedar.ops.route import Gating
 from cedar.ops.route import reference as plain_route
 from cedar.ops.route import triton as route
 from cedar.quant import FP4_ROW, FP8_BLOCK, FP8_ROW, QuantTensor
 
 EXPERTS, ACTIVE, DIM, INNER, LIMIT = 384, 6, 5120, 2304, 10.0
 FIXED = {"limit": LIMIT, "input_format": FP8_ROW}
+KINDS = {
+    "shared": (1, 6, 8, 32, 128),
+    "router": (1, 6, 32, 128, 8192),
+    "mixture": (1, 6, 8),
+    "routed": (1, 6, 8, 32, 128, 2048, 8192),
+}
 Weights = tuple[QuantTensor, QuantTensor, QuantTensor]
 Case = tuple[Tensor, Tensor, Tensor]
 
@@ -100,7 +111,7 @@ def experts_line(report: Report, tokens: int, w: Weights, dense: list[Tensor] | 
     # Rounded to bfloat16, a gate can take a hidden value across an FP8 step; so does this.
     same = plain.experts(*few, *w, **FIXED, shared=shared[0])
 
-    replays = 24 if tokens <= 128 else 6  # of milliseconds each
+    replays = 24 if tokens <= 128 else 3  # of milliseconds each
 
     def calls(function: Callable[..., Tensor], *last: object, **options: object) -> Sample:
         return timed([partial(function, *each, *last, **options) for each in cases], replays)
@@ -113,6 +124,8 @@ def experts_line(report: Report, tokens: int, w: Weights, dense: list[Tensor] | 
         )
 
     peers = deep_gemm.experts([each[1] for each in cases], EXPERTS, DIM, INNER) if dense else None
+    if dense and tokens in (32, 128, 8192):
+        peers |= liger.experts(cases, *dense)
     report.line(
         {"tokens": tokens, "shared": dense is None},
         floor=floor_us(moved, flop),
@@ -136,22 +149,27 @@ def experts_line(report: Report, tokens: int, w: Weights, dense: list[Tensor] | 
     )
 
 
+def gatings(count: int, seed: int) -> list[Gating]:
+    """Routers of as many layers."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    bias = torch.randn(EXPERTS, generator=g, device="cuda") * 0.1
+    shape = (EXPERTS, DIM)
+    weights = [torch.randn(shape, generator=g, device="cuda") / DIM**0.5 for _ in range(count)]
+    return [Gating(w.bfloat16(), bias, ACTIVE, 1.0, "sqrtsoftplus", True, 2.5) for w in weights]
+
+
 def router_line(report: Report, tokens: int) -> None:
     """Both launches: products, and scores with bias, choice and weights."""
     g = torch.Generator(device="cuda").manual_seed(tokens)
     x = torch.randn(tokens, DIM, generator=g, device="cuda").bfloat16()
-    bias = torch.randn(EXPERTS, generator=g, device="cuda") * 0.1
-    gates = [
-        (torch.randn(EXPERTS, DIM, generator=g, device="cuda") / DIM**0.5).bfloat16()
-        for _ in range(32)
-    ]
-    fixed = {"temp": 1.0, "score_func": "sqrtsoftplus", "normalize": True, "route_scale": 2.5}
-    want = plain_route.router(x.double(), gates[0].double(), bias, ACTIVE, **fixed)
-    found = route.router(x, gates[0], bias, ACTIVE, **fixed)
+    gates = gatings(32, tokens)
+    wide = gates[0]._replace(weight_ED=gates[0].weight_ED.double())
+    want = plain_route.router(x.double(), **wide._asdict())
+    found = route.router(x, **gates[0]._asdict())
     moved, flop = 2 * DIM * (EXPERTS + tokens) + 4 * tokens * EXPERTS, 2 * tokens * DIM * EXPERTS
 
     def calls(function: Callable[..., object]) -> Sample:
-        return timed([partial(function, x, gate, bias, ACTIVE, **fixed) for gate in gates])
+        return timed([partial(function, x, **gate._asdict()) for gate in gates])
 
     report.line(
         {"tokens": tokens},
@@ -165,18 +183,69 @@ def router_line(report: Report, tokens: int) -> None:
     )
 
 
+def mixture_line(report: Report, tokens: int, w: Weights) -> None:
+    """Router, routed experts and the shared one."""
+    cases = [
+        (case(tokens, seed)[0], gate, shared_weights(seed))
+        for seed, gate in enumerate(gatings(4, tokens))
+    ]
+    op = MixtureKernels(route.router, packed.experts)
+
+    def both(x: Tensor, gate: Gating, shared: Weights) -> Tensor:
+        chosen = route.router(x, **gate._asdict())
+        return packed.experts(x, *chosen[:2], *w, **FIXED, shared=shared)
+
+    def ours(x: Tensor, gate: Gating, shared: Weights) -> Tensor:
+        return op.mixture(x, gate, *w, **FIXED, shared=shared)[0]
+
+    def calls(function: Callable[..., Tensor]) -> Sample:
+        return timed([partial(function, *each) for each in cases])
+
+    routings = [route.router(x, **gate._asdict()) for x, gate, _ in cases]
+    visited = sum(len(torch.unique(each.experts_TA)) for each in routings) / len(cases)
+    moved = visited * 3 * DIM * INNER * (0.5 + 1 / 32) + 3 * DIM * INNER * (1 + 1 / 1024)
+    moved += 2 * DIM * (EXPERTS + 2 * tokens)
+    flop = tokens * (6 * DIM * INNER * (ACTIVE + 1) + 2 * DIM * EXPERTS)
+    x, gate, shared = cases[0]
+    few = (x[:32], routings[0].experts_TA[:32], routings[0].weights_TA[:32])
+    want = exact(few, w, shared)
+    report.line(
+        {"tokens": tokens},
+        floor=floor_us(moved, flop),
+        error=relative_error(ours(x, gate, shared)[:32], want),
+        bound=1.1 * relative_error(plain.experts(*few, *w, **FIXED, shared=shared), want),
+        ours=partial(calls, ours),
+        others={
+            "apart": partial(calls, both),
+            "pytorch": "reads sizes on the host, cannot be captured",
+        },
+        bytes=round(moved),
+        flop=flop,
+        experts=visited,
+    )
+
+
 def main() -> None:
-    """All shapes."""
+    """All shapes, or those that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
+    parser.add_argument("--tokens", help="like 1,32")
+    arguments = parser.parse_args()
     need_gpu()
     w = (weights(INNER, DIM, 1), weights(DIM, INNER, 2), weights(INNER, DIM, 3))
-    report = Report("experts")
-    for tokens in (1, 6, 8, 32, 128):
-        experts_line(report, tokens, w, None)
-    for tokens in (1, 6, 32, 128, 8192):
-        router_line(Report("router"), tokens)
-    dense = [each.dequantize(torch.bfloat16) for each in w]
-    for tokens in (1, 6, 8, 32, 128, 2048, 8192):
-        experts_line(report, tokens, w, dense)
+    dense: list[Tensor] = []
+    for kind in arguments.kinds.split(","):
+        few = arguments.tokens and [int(n) for n in arguments.tokens.split(",")]
+        for tokens in few or KINDS[kind]:
+            if kind == "shared":
+                experts_line(Report("experts"), tokens, w, None)
+            elif kind == "router":
+                router_line(Report("router"), tokens)
+            elif kind == "mixture":
+                mixture_line(Report("mixture"), tokens, w)
+            else:
+                dense = dense or [each.dequantize(torch.bfloat16) for each in w]
+                experts_line(Report("experts"), tokens, w, dense)
 
 
 if __name__ == "__main__":

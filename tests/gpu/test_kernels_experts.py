@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cedar.ops.experts import reference as plain
+from cedar.ops.route import Gating
 from cedar.ops.route import reference as plain_route
 from cedar.quant import FP4_ROW, FP8_BLOCK, FP8_ROW, QuantTensor
 
@@ -184,3 +185,64 @@ def test_router(tokens: int, score_func: str) -> None:
     few = triton.router(x[:1], weight, bias, 6, **options)
     assert torch.equal(few.weights_TA, found.weights_TA[:1])
     assert torch.equal(few.experts_TA, found.experts_TA[:1])
+
+
+def gating(tokens: int, dim: int, count: int) -> Gating:
+    g = torch.Generator(device="cuda").manual_seed(tokens)
+    weight = (torch.randn(count, dim, generator=g, device="cuda") / dim**0.5).bfloat16()
+    bias = torch.randn(tokens, count, generator=g, device="cuda") * 0.1
+    return Gating(weight, bias, 3, 1.0, "sqrtsoftplus", True, 2.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 32, 60, 64, 65])
+@pytest.mark.parametrize("padded", [False, True])
+def test_mixture(tokens: int, padded: bool) -> None:
+    """Bit for bit what the operations give one after the other, again and again."""
+    from cedar.ops.experts.mixture import MixtureKernels
+    from cedar.ops.experts.packed import experts
+    from cedar.ops.route.triton import router
+
+    dim, inner, count = 4096, 256, 160
+    x, _, _, *w = case(tokens, dim, inner, count, 3)
+    shared, asked = shared_weights(dim, inner), gating(tokens, dim, count)
+    real = None
+    if padded:
+        g = torch.Generator(device="cuda").manual_seed(tokens)
+        real = torch.rand(tokens, generator=g, device="cuda") < 0.6
+        real[-1] = tokens == 1  # the last of several stands for no token
+    routing = router(x, **asked._asdict(), real_T=real)
+    y = experts(x, *routing[:2], *w, **OPTIONS, shared=shared)
+    op = MixtureKernels(router, experts)
+    for _ in range(20):
+        found, also = op.mixture(x, asked, *w, **OPTIONS, shared=shared, real_T=real)
+        assert torch.equal(found, y)
+        assert all(torch.equal(a, b) for a, b in zip(also, routing, strict=True))
+    if padded and tokens > 1:
+        other, _ = op.mixture(x, asked, *w, **OPTIONS, shared=shared)
+        assert not torch.equal(other, y)  # negative control
+
+
+def test_mixture_in_a_graph() -> None:
+    """A replay follows new tokens, and padding that moves."""
+    from cedar.ops.experts.mixture import MixtureKernels
+    from cedar.ops.experts.packed import experts
+    from cedar.ops.route.triton import router
+
+    dim, inner, count, tokens = 4096, 256, 160, 12
+    x, _, _, *w = case(tokens, dim, inner, count, 3)
+    shared, asked = shared_weights(dim, inner), gating(tokens, dim, count)
+    real = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    op = MixtureKernels(router, experts)
+    options = {**OPTIONS, "shared": shared, "real_T": real}
+    op.mixture(x, asked, *w, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, routing = op.mixture(x, asked, *w, **options)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(tokens, dim, device="cuda"))
+        real.copy_(torch.rand(tokens, device="cuda") < 0.6)
+        graph.replay()
+        want = router(x, **asked._asdict(), real_T=real)
+        assert torch.equal(routing.experts_TA, want.experts_TA)
+        assert torch.equal(out, experts(x, *want[:2], *w, **OPTIONS, shared=shared))

@@ -193,3 +193,19 @@ def test_beyond_two_gibibytes() -> None:
     (found,) = op.project(x, (weight,), input_format=FP8_ROW)
     assert not found[:, :-64].any()
     assert error(found[:, -64:], exact(x, last, True, None)) < ROUNDED
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 40, 100, 128, 129])
+@pytest.mark.parametrize("scale", [2.0**-40, 1.0, 2.0**10])
+def test_one_product_prepares_the_next(tokens: int, scale: float) -> None:
+    """Bit for bit both products by themselves; the smallest results meet the least scale."""
+    op = LinearKernels()
+    first, second = packed(8192, 4096), packed(5120, 8192, seed=2)
+    o = normal(tokens, 8, 4096) * scale
+    grouped = op.project_groups(o, first)
+    (want,) = op.project(grouped, (second,), input_format=FP8_ROW)
+    for _ in range(2):
+        assert torch.equal(op.project_output(o, first, second, input_format=FP8_ROW), want)
+    (other,) = op.project(grouped, (second,), input_format=None)
+    assert torch.equal(op.project_output(o, first, second, input_format=None), other)
+    assert not torch.equal(other, want)  # negative control

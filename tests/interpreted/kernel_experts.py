@@ -5,7 +5,10 @@ import torch
 
 from cedar.ops.experts import reference as plain
 from cedar.ops.experts import triton as kernel
+from cedar.ops.experts.dispatch import COUNTERS, dispatch, takes
 from cedar.ops.experts.prepare import EIGHTHS, FEW, MANY, combine, prepare
+from cedar.ops.route import Gating, Routing
+from cedar.ops.route import triton as route
 from cedar.quant import FP4_ROW, FP8_ROW, QuantTensor, fake_quantize, quantize
 from cedar.testing import assert_bitwise
 from expert_tiles import tile_visits
@@ -101,3 +104,35 @@ def test_combine(shared: bool) -> None:
     rows = down.view(5, 3, 700).float()
     want = rows[:, 0] + rows[:, 1] + rows[:, 2]
     assert_bitwise(found, (want + more.float()).bfloat16() if shared else want)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "count", "active", "per_tile"),
+    [(1, 256, 12, 3, 8), (3, 640, 7, 2, 2), (24, 512, 70, 6, 4), (32, 1024, 9, 1, 1)],
+)
+def test_dispatch(tokens: int, dim: int, count: int, active: int, per_tile: int) -> None:
+    """All that the router's launches and `prepare` find, and counters as they were."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, dim).bfloat16()
+    weight = (torch.randn(count, dim) * dim**-0.5).bfloat16()
+    gating = Gating(weight, torch.randn(tokens, count), active, 1.3, "sigmoid", True, 2.5)
+    real = torch.rand(tokens) < 0.7
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    for mask in (None, real):
+        routing, ordered, tiles = dispatch(x, gating, mask, counters, per_tile, FEW)
+        want: Routing = route.router(x, **gating._asdict(), real_T=mask)
+        for found, expected in zip(routing, want, strict=True):
+            assert_bitwise(found, expected)
+        wanted = tile_visits(want.experts_TA, count, per_tile)
+        busy = (wanted.expert_M < count).repeat_interleave(per_tile)
+        assert torch.equal(tiles.expert_M, wanted.expert_M)
+        assert torch.equal(tiles.source_R[busy], wanted.source_R[busy])
+        assert_bitwise(ordered, prepare(x, want.experts_TA, count, per_tile, FEW)[0])
+        assert not counters[0]
+
+
+def test_dispatch_is_for_few_tokens() -> None:
+    gating = Gating(torch.randn(9, 512), torch.zeros(9), 2, 1.0, "sigmoid", True, 1.0)
+    assert takes(torch.randn(2, 512), gating)
+    assert not takes(torch.randn(3, 512), gating)  # two programs can wait for two tokens at most
+    assert not takes(torch.randn(9, 1 << 14), gating)

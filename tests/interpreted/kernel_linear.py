@@ -132,3 +132,14 @@ def test_what_no_kernel_takes() -> None:
         assert_bitwise(found, plain.project(x, weights, input_format=FP8_ROW)[0])
     with torch.no_grad():
         assert kernels.unsupported(*cases[3]) is None
+
+
+@pytest.mark.parametrize("fmt", [FP8_ROW, None])
+def test_two_products(fmt: BlockFormat | None) -> None:
+    """As one after the other, by kernels and by the reference."""
+    o, first, second = normal(3, 2, 64).bfloat16(), packed(128, 64), packed(96, 128, seed=2)
+    op = LinearKernels()
+    (want,) = op.project(op.project_groups(o, first), (second,), input_format=fmt)
+    found = op.project_output(o, first, second, input_format=fmt)
+    assert_bitwise(found, want)
+    near(found, plain.project_output(o.double(), first, second, input_format=fmt), 4e-2)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from cedar.model.forward import ForwardContext
 from cedar.model.layer import Block
 from cedar.model.moe import MoE
 from cedar.ops import Ops, select_ops, with_operations
+from cedar.ops.index_score import Scan
 from cedar.ops.main_kv import MainKV
 from cedar.ops.mhc import MhcMix
 from cedar.ops.rope.reference import frequencies
+from cedar.ops.select import Chosen
 from cedar.ops.select.reference import select_entries
 from cedar.quant import FP4_ROW, FP8_ROW, BlockFormat
 
@@ -67,12 +70,13 @@ def half_split_rotary() -> Ops:
 
 
 def newest_block_not_pinned() -> Ops:
-    def select_blocks(scores: Tensor, visible: Tensor, block: int, k: int) -> Tensor:
-        width = -scores.shape[1] % block
-        padded = torch.nn.functional.pad(scores, (0, width), value=-torch.inf)
-        return select_entries(padded.unflatten(1, (-1, block)).amax(2), k)
+    def select_scan(scan: Scan, *args: Any, blocks: int = 0, **kwargs: Any) -> Chosen:
+        chosen = OPS.select_scan(scan, *args, **kwargs)
+        if not blocks:
+            return chosen
+        return chosen._replace(blocks_TM=select_entries(scan.best_TM, blocks))
 
-    return with_operations(OPS, select_blocks=select_blocks)
+    return with_operations(OPS, select_scan=select_scan)
 
 
 def transposed_mixing() -> Ops:
@@ -157,8 +161,8 @@ def index_key_after_rotation(patch: pytest.MonkeyPatch) -> None:
 
 
 def text_bias_for_images(patch: pytest.MonkeyPatch) -> None:
-    original = MoE.route
-    patch.setattr(MoE, "route", lambda self, x, open_T: original(self, x, None))
+    original = MoE.gating
+    patch.setattr(MoE, "gating", lambda self, open_T: original(self, None))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels; this process interprets them", allow_module_level=True)
 
-from cedar.ops.experts import few, few_gluon, many, many_gluon, prepare  # noqa: E402
+from cedar.ops.experts import dispatch, few, few_gluon, many, many_gluon, prepare  # noqa: E402
+from cedar.ops.route import Gating  # noqa: E402
 from cedar.ops.route import triton as route  # noqa: E402
 from cedar.quant import FP4_ROW, FP8_BLOCK, QuantTensor  # noqa: E402
 from triton_compile import Launch, _overwritten, recorded  # noqa: E402
@@ -107,3 +108,19 @@ def test_router(tokens: int) -> None:
     assert products.stack == 0
     assert products.uses("HGMMA")
     assert decision.stack == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_dispatch(tokens: int) -> None:
+    """One launch in the place of the router's two and `prepare`."""
+    gate = empty(EXPERTS, DIM), empty(EXPERTS, dtype=torch.float32)
+    gating = Gating(*gate, 6, 1.0, "sqrtsoftplus", True, 2.5)
+    real = None if tokens == 1 else empty(tokens, dtype=torch.uint8)
+    counters = empty(dispatch.COUNTERS, dtype=torch.int32)
+    assert dispatch.takes(empty(tokens, DIM), gating)
+    with recorded(dispatch) as found:
+        dispatch.dispatch(empty(tokens, DIM), gating, real, counters, 8, prepare.FEW)
+    (launch,) = found
+    compiled = launch.compile()
+    assert compiled.stack == 0
+    assert compiled.uses("HGMMA")

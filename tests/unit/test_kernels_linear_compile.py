@@ -76,6 +76,28 @@ def test_many_tokens(
     assert multiplied.overwritten == ()
 
 
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_a_product_that_prepares_the_next(tokens: int) -> None:
+    """A launch each behind the one that prepares the first one's tokens."""
+    counters = empty(hopper.COUNTERS, dtype=torch.int32)
+    x, y, out = empty(tokens, 8 * 4096), empty(tokens, 8192), empty(tokens, 5120)
+    first, second = packed(8192, 4096), packed(5120, 8192)
+    with recorded(hopper_many) as found:
+        for given, weight, result, groups in ((x, first, y, 8), (y, second, out, 1)):
+            plan = hopper.choose(given, (weight,), None, groups)
+            assert plan is not None
+            hopper.launch(
+                given, (weight,), (result,), plan, counters, groups=groups,
+                prepare=groups > 1, prepared=groups == 1,
+            )  # fmt: skip
+    assert len(found) == 3
+    for launch in found[1:]:
+        compiled = launch.compile()
+        assert compiled.stack == 0
+        assert compiled.uses("HGMMA")
+        assert compiled.overwritten == ()
+
+
 def test_wide_weights() -> None:
     x, weight = empty(6, 5120), empty(384, 5120)
     plan = hopper.choose(x, (weight,), None, 1)

@@ -70,8 +70,12 @@ class Attention(nn.Module):
         The heads of a group are projected together, then all groups.
         """
         o = self.ops.rotated_attention(q_TNH, sources, self.attn_sink, self.scale, rotary)
-        grouped = self.ops.project_groups(o.view(len(o), self.groups, -1), self.wo_a.value())
-        return self.wo_b(grouped)
+        return self.ops.project_output(
+            o.view(len(o), self.groups, -1),
+            self.wo_a.value(),
+            self.wo_b.value(),
+            input_format=self.wo_b.input_format,
+        )
 
     def project_main(self, x_TD: Tensor, ctx: ForwardContext) -> MainKV:
         """Full layers: main KV with the entries that this batch finishes."""

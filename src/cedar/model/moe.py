@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from cedar.config.model import ModelConfig
 from cedar.model.forward import ForwardContext
 from cedar.model.linear import BuildSpec, Linear, Weight, new_parameter
-from cedar.ops.route import Routing
+from cedar.ops.route import Gating, Routing
 from cedar.quant import FP4_ROW, FP8_BLOCK
 
 __all__ = ["MoE", "balance_loss"]
@@ -65,44 +65,37 @@ class MoE(nn.Module):
         self.experts = _RoutedExperts(config.dim, config.moe_inter_dim, num_experts, spec)
         self.shared_experts = _SharedExpert(config, spec)
 
-    def route(self, x_TD: Tensor, open_T: Tensor | None) -> Routing:
-        """Choose experts; ``open_T`` is False on image-span tokens (None: text only)."""
+    def gating(self, open_T: Tensor | None) -> Gating:
+        """How experts are chosen; ``open_T`` is False on image-span tokens (None: text only)."""
         bias: Tensor = self.gate.bias
         if open_T is not None:
             bias = torch.where(open_T.unsqueeze(1), self.gate.bias, self.gate.bias_vl)
-        return self.ops.router(
-            x_TD,
+        return Gating(
             self.gate.weight,
             bias,
             self.active,
-            temp=self.gate_temp,
-            score_func=self.score_func,
-            normalize=self.normalize,
-            route_scale=self.route_scale,
+            self.gate_temp,
+            self.score_func,
+            self.normalize,
+            self.route_scale,
         )
 
     def forward(
         self, x_TD: Tensor, open_T: Tensor | None, real_T: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """real_T: False on rows whose result nobody reads; they visit no expert of their own."""
-        routing = self.route(x_TD, open_T)
-        if real_T is not None:
-            chosen_TA = routing.experts_TA
-            chosen_TA = chosen_TA.where(real_T.unsqueeze(1), chosen_TA[:1])
-            routing = routing._replace(experts_TA=chosen_TA)
         own, shared = self.experts, self.shared_experts
-        y_TD = self.ops.experts(
+        return self.ops.mixture(
             x_TD,
-            routing.experts_TA,
-            routing.weights_TA,
+            self.gating(open_T),
             own.w1.value(),
             own.w2.value(),
             own.w3.value(),
             limit=self.limit,
             input_format=own.w1.input_format,
             shared=(shared.w1.value(), shared.w2.value(), shared.w3.value()),
+            real_T=real_T,
         )
-        return y_TD, routing
 
 
 def balance_loss(routing: Routing, ctx: ForwardContext) -> Tensor:

@@ -26,13 +26,19 @@ from cedar.ops.engram_hash import EngramHash, EngramIds
 from cedar.ops.engram_hash import reference as engram_hash
 from cedar.ops.engram_rows import EngramRows
 from cedar.ops.engram_rows.reference import engram_rows
-from cedar.ops.experts import Experts
-from cedar.ops.experts.reference import experts
-from cedar.ops.index_score import IndexPool, IndexScan, IndexScore, IndexScoreRows
+from cedar.ops.experts import Experts, Mixture
+from cedar.ops.experts.reference import experts, mixture
+from cedar.ops.index_score import (
+    IndexPool,
+    IndexPrefill,
+    IndexScan,
+    IndexScore,
+    IndexScoreRows,
+)
 from cedar.ops.index_score import reference as index_score
 from cedar.ops.latent import Latent, Latents
 from cedar.ops.latent import reference as latent
-from cedar.ops.linear import LinearOp, Project, ProjectGroups, WideLinear
+from cedar.ops.linear import LinearOp, Project, ProjectGroups, ProjectOutput, WideLinear
 from cedar.ops.linear import reference as linear
 from cedar.ops.mhc import MhcCoefficients, MhcCollapse, MhcExpand, MhcStep
 from cedar.ops.mhc import reference as mhc
@@ -74,6 +80,7 @@ class Ops:
     linear: LinearOp
     project: Project
     project_groups: ProjectGroups
+    project_output: ProjectOutput
     wide_linear: WideLinear
     rms_norm: RmsNorm
     rotate: Rotate
@@ -89,6 +96,7 @@ class Ops:
     compress_ring: CompressRing
     index_score: IndexScore
     index_score_rows: IndexScoreRows
+    index_prefill: IndexPrefill
     index_scan: IndexScan
     index_pool: IndexPool
     select_entries: SelectEntries
@@ -104,6 +112,7 @@ class Ops:
     engram_gate: EngramGate
     router: Router
     experts: Experts
+    mixture: Mixture
     choices: tuple[OpChoice, ...] = ()
 
     @property
@@ -134,6 +143,7 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "compress_ring": compress.compress_ring,
         "index_score": index_score.index_score,
         "index_score_rows": index_score.index_score_rows,
+        "index_prefill": index_score.index_prefill,
         "index_scan": index_score.index_scan,
         "index_pool": index_score.index_pool,
         "select_entries": select.select_entries,
@@ -157,8 +167,10 @@ _COMPOSED: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "latent": latent.latent,
         "project": linear.project,
+        "project_output": linear.project_output,
         "rotated_attention": sparse_attention.rotated_attention,
         "mhc_step": mhc.mhc_step,
+        "mixture": mixture,
     }
 )
 

@@ -8,7 +8,9 @@ from cedar.ops.compress import triton as compress
 from cedar.ops.engram_gate import triton as engram_gate
 from cedar.ops.engram_hash import triton as engram_hash
 from cedar.ops.engram_rows import triton as engram_rows
-from cedar.ops.experts import packed as experts
+from cedar.ops.experts import training as experts
+from cedar.ops.experts.mixture import MixtureKernels
+from cedar.ops.index_score import prefill as index_prefill
 from cedar.ops.index_score import triton as index_score
 from cedar.ops.latent import triton as latent
 from cedar.ops.linear.kernels import LinearKernels
@@ -42,6 +44,7 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         return "; at the released shape one written for Hopper by hand (Gluon)"
 
     products = LinearKernels()
+    mixture = MixtureKernels(route.router, experts.experts)
     rows = "reads packed rows in place; with gradients, too" + by_hand(sparse_attention)
     few = "few tokens: reads packed weights once, norm and cast of the input included"
     scores = "reads packed index keys in place" + by_hand(index_score)
@@ -50,6 +53,9 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "cast": Kernel(cast.cast, "one launch; with gradients, too"),
         "project": Kernel(products.project, few),
         "project_groups": Kernel(products.project_groups, few),
+        "project_output": Kernel(
+            products.project_output, few + "; the first product prepares the second one's input"
+        ),
         "wide_linear": Kernel(products.wide_linear, "narrow inputs, float32 sums"),
         "rms_norm": Kernel(norm.rms_norm, "one launch"),
         "rotate": Kernel(latent.rotate, "one launch"),
@@ -66,6 +72,10 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "rotated_attention": Kernel(
             sparse_attention.rotated_attention, rows + "; rotations included"
         ),
+        "index_prefill": Kernel(
+            index_prefill.index_prefill,
+            "products of heads stay on the chip; forward only" + by_hand(index_prefill),
+        ),
         "index_scan": Kernel(index_score.index_scan, scores),
         "index_pool": Kernel(index_score.index_pool, scores),
         "select_entries": Kernel(select.select_entries, choose),
@@ -75,8 +85,14 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "router": Kernel(route.router, "products, scores and choice in two launches"),
         "experts": Kernel(
             experts.experts,
-            "reads packed FP4 weights in place, few tokens with the shared expert; forward only; "
-            "by hand (Gluon) for widths of whole 128s on compute capability 9.0",
+            "reads packed FP4 weights in place, few tokens with the shared expert; by hand (Gluon) "
+            "for widths of whole 128s on compute capability 9.0, where bfloat16 weights have "
+            "kernels with gradients, too",
+        ),
+        "mixture": Kernel(
+            mixture.mixture,
+            "few tokens on packed weights: router and experts in four launches, on compute "
+            "capability 9.0; else as both by themselves",
         ),
         "mhc_step": Kernel(
             mhc.MhcStepTraining(), "one launch a sublayer, 4 streams; with gradients, too"

@@ -4,9 +4,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cedar.ops.route import Gating, Routing
 from cedar.quant import BlockFormat, QuantTensor
 
-__all__ = ["Experts", "Shared", "Swiglu"]
+__all__ = ["Experts", "Mixture", "Shared", "Swiglu"]
 
 Shared = tuple[Tensor | QuantTensor, Tensor | QuantTensor, Tensor | QuantTensor]
 """``w1, w2, w3`` of the expert that every token visits: ``[Fs, D]``, ``[D, Fs]``, ``[Fs, D]``."""
@@ -47,3 +48,24 @@ class Experts(Protocol):
         input_format: BlockFormat | None,
         shared: Shared | None = None,
     ) -> Tensor: ...
+
+
+class Mixture(Protocol):
+    """``mixture(x [T, D], gating, w1, w2, w3, ...) -> ([T, D], Routing)``: router and experts.
+
+    `Router` (with ``real [T]``), then `Experts` with what it chose. Bytes and FLOP: theirs.
+    """
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        gating: Gating,
+        w1: Tensor | QuantTensor,
+        w2: Tensor | QuantTensor,
+        w3: Tensor | QuantTensor,
+        *,
+        limit: float,
+        input_format: BlockFormat | None,
+        shared: Shared | None = None,
+        real_T: Tensor | None = None,
+    ) -> tuple[Tensor, Routing]: ...

@@ -1,4 +1,6 @@
-"""The whole mixture for few tokens on Hopper in four launches: prepare, two products, sum.
+"""The experts for few tokens on Hopper in four launches: prepare, two products, sum.
+
+`cedar.ops.experts.dispatch` can take the place of the first launch and of the router's.
 
 Bytes: every visited expert's ``3 D F (1/2 + 1/32)``, the shared one's ``3 D F``, and rows.
 FLOP: ``6 T (A + 1) D F``. At decode it is bound by these bytes; what a token gets does not depend
@@ -12,10 +14,10 @@ from torch import Tensor
 
 from cedar.ops.dependent_launch import dependent
 from cedar.ops.experts.few_gluon import down_kernel, gate_up_kernel
-from cedar.ops.experts.prepare import FEW, combine, prepare
+from cedar.ops.experts.prepare import FEW, Tiles, combine, prepare
 from cedar.quant import FP8_ROW, QuantTensor
 
-__all__ = ["experts", "tokens_per_tile"]
+__all__ = ["experts", "products", "tokens_per_tile"]
 
 _SEVERAL = 4  # tokens; fewer leave multiprocessors with few warps, each has to fetch further ahead
 Three = tuple[QuantTensor, QuantTensor, QuantTensor]
@@ -42,12 +44,28 @@ def experts(
 
     The shared expert is packed FP8 of the same F.
     """
-    tokens, dim = x_TD.shape
-    active = experts_TA.shape[1]
+    num_experts = w1.shape[0]
+    block = tokens_per_tile(experts_TA.numel(), num_experts)
+    x, tiles = prepare(x_TD, experts_TA, num_experts, block, FEW)
+    return products(x, tiles, weights_TA, w1, w2, w3, limit=limit, shared=shared)
+
+
+def products(
+    x_TD: Tensor,
+    tiles: Tiles,
+    weights_TA: Tensor,
+    w1: QuantTensor,
+    w2: QuantTensor,
+    w3: QuantTensor,
+    *,
+    limit: float,
+    shared: Three | None = None,
+) -> Tensor:
+    """What follows `prepare`, which made ``x``; float32, with ``shared`` bfloat16."""
+    x, (tokens, dim), active = x_TD, x_TD.shape, weights_TA.shape[1]
     num_experts, inner = w1.shape[0], w1.shape[1]
     visits = tokens * active
-    block = tokens_per_tile(visits, num_experts)
-    x, tiles = prepare(x_TD, experts_TA, num_experts, block, FEW)
+    block = len(tiles.source_R) // len(tiles.expert_M)
     # The shared expert's weights are read once for every tile of tokens: larger ones.
     some = 0 if shared is None else min(max(1 << (tokens - 1).bit_length(), 8), 16)
     shared_tiles = 0 if shared is None else -(-tokens // some)

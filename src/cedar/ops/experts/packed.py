@@ -8,7 +8,7 @@ from cedar.ops.experts import Shared, reference
 from cedar.ops.linear.reference import linear
 from cedar.quant import FP4_ROW, FP8_BLOCK, FP8_ROW, BlockFormat, QuantTensor
 
-__all__ = ["experts"]
+__all__ = ["experts", "for_few"]
 
 _WIDTH = 128  # of a step of the Hopper kernels
 _FEW = 16  # visits an expert gets on average: more are many
@@ -29,16 +29,8 @@ def experts(
     shared: Shared | None = None,
 ) -> Tensor:
     """As `cedar.ops.experts.Experts`: by kernels for packed FP4 weights, else in plain PyTorch."""
-    weights = _packed((w1, w2, w3), FP4_ROW)
-    if (
-        weights is None
-        or input_format != FP8_ROW
-        or x_TD.dtype not in (torch.bfloat16, torch.float32)
-        or len(x_TD) == 0
-        or (x_TD.requires_grad and torch.is_grad_enabled())
-        or w1.shape[-1] % FP4_ROW.cols
-        or w2.shape[-1] % FP4_ROW.cols
-    ):
+    weights = _served(x_TD, (w1, w2, w3), input_format)
+    if weights is None:
         return reference.experts(
             x_TD, experts_TA, weights_TA, w1, w2, w3,
             limit=limit, input_format=input_format, shared=shared,
@@ -51,15 +43,45 @@ def experts(
     if experts_TA.numel() <= _FEW * w1.shape[0]:
         from cedar.ops.experts import few
 
-        own = None if shared is None else _packed(shared, FP8_BLOCK)
-        if own is not None and own[0].shape != w1.shape[1:]:
-            own = None
+        own = _alike(shared, weights)
         total = few.experts(x_TD, experts_TA, weights_TA, *weights, limit=limit, shared=own)
         return total if shared is None or own is not None else _add(total, x_TD, shared, limit)
     from cedar.ops.experts import many
 
     more = None if shared is None else _shared_expert(x_TD, shared, limit)
     return many.experts(x_TD, experts_TA, weights_TA, *weights, limit=limit, shared_TD=more)
+
+
+def for_few(
+    x_TD: Tensor, weights: Shared, active: int, input_format: BlockFormat | None, shared: Shared
+) -> tuple[Three, Three] | None:
+    """The weights and the shared expert's as `few` takes them; None if it does not."""
+    own = _served(x_TD, weights, input_format)
+    if own is None or not _on_hopper(x_TD, own) or len(x_TD) * active > _FEW * own[0].shape[0]:
+        return None
+    more = _alike(shared, own)
+    return None if more is None else (own, more)
+
+
+def _served(x_TD: Tensor, weights: Shared, input_format: BlockFormat | None) -> Three | None:
+    """The weights, if a kernel can take them and the tokens."""
+    found = _packed(weights, FP4_ROW)
+    if (
+        found is None
+        or input_format != FP8_ROW
+        or x_TD.dtype not in (torch.bfloat16, torch.float32)
+        or len(x_TD) == 0
+        or (x_TD.requires_grad and torch.is_grad_enabled())
+        or any(weight.shape[-1] % FP4_ROW.cols for weight in found)
+    ):
+        return None
+    return found
+
+
+def _alike(shared: Shared | None, weights: Three) -> Three | None:
+    """A shared expert that is packed and of the same sizes as the others."""
+    found = None if shared is None else _packed(shared, FP8_BLOCK)
+    return found if found is not None and found[0].shape == weights[0].shape[1:] else None
 
 
 def _packed(weights: Shared, fmt: BlockFormat) -> Three | None:

@@ -21,8 +21,11 @@ from cedar.ops.dependent_launch import dependent, hand_over
 __all__ = [
     "EIGHTHS",
     "FEW",
+    "LIFT",
     "MANY",
+    "STEPS",
     "Tiles",
+    "cast_part",
     "combine",
     "num_tiles",
     "ordered_place",
@@ -30,10 +33,10 @@ __all__ = [
 ]
 
 EIGHTHS, FEW, MANY = 0, 1, 2  # orders of the values of a row, see `ordered_place`
-_LIFT = 2.0**63  # inputs are so much too large, decoded weights so much too small
+LIFT = 2.0**63  # inputs are so much too large, decoded weights so much too small
 _COUNT_HERE = 8192  # visits; more are counted once, before, and not in every program
 _CHUNK = 1024
-_STEPS = 8  # of 128 values, of a program that casts
+STEPS = 8  # of 128 values, of a program that casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +91,13 @@ def prepare(
     if visits > _COUNT_HERE:
         loads = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
         loads.scatter_add_(0, chosen.flatten(), loads.new_ones(1).expand(visits))
-    per_row = triton.cdiv(dim, 128 * _STEPS)
+    per_row = triton.cdiv(dim, 128 * STEPS)
     _prepare[(count + tokens * per_row,)](
         x, ordered, chosen, loads, source_R, expert_M, count, visits, num_experts, per_row,
         DIM=dim, BINS=triton.next_power_of_2(num_experts + 1),
         PER_TILE=per_tile, WIDTH=triton.next_power_of_2(per_tile),
         CHUNK=min(triton.next_power_of_2(max(visits, 16)), _CHUNK),
-        VALUES=128 * _STEPS, ORDER=order, LIFT=_LIFT, COUNTED=loads is not None, num_warps=4,
+        VALUES=128 * STEPS, ORDER=order, LIFT=LIFT, COUNTED=loads is not None, num_warps=4,
         **dependent(x.device),
     )  # fmt: skip
     return ordered, Tiles(source_R, expert_M)
@@ -111,6 +114,28 @@ def combine(down_VD: Tensor, shared_TD: Tensor | None, active: int, out: Tensor)
     return out
 
 
+@triton.jit
+def cast_part(
+    x, ordered, part, per_row,
+    DIM: tl.constexpr, VALUES: tl.constexpr, ORDER: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """A part of a row, one of ``per_row``, through FP8 per 32, in its order."""
+    row = (part // per_row).to(tl.int64) * DIM
+    k = (part % per_row) * VALUES + tl.arange(0, VALUES)
+    values = tl.load(x + row + k, mask=k < DIM, other=0.0).to(tl.float32)
+    values = tl.reshape(round_trip(tl.reshape(values, (VALUES // 32, 32)), 0), (VALUES,)) * LIFT
+    if ORDER == 0:
+        tl.store(ordered + row + ordered_place(k, DIM, ORDER), values, mask=k < DIM)
+    else:
+        # As `ordered_place` has it, but whole vectors at once.
+        bits = tl.reshape(values, (VALUES // 128, 4, 2, 2, 2, 2, 2))
+        if ORDER == 1:
+            bits = tl.permute(bits, (0, 3, 5, 1, 6, 2, 4))
+        else:
+            bits = tl.permute(bits, (0, 3, 5, 6, 2, 1, 4))
+        tl.store(ordered + row + k, tl.reshape(bits, (VALUES,)), mask=k < DIM)
+
+
 @triton.jit(do_not_specialize=["tiles", "visits"])
 def _prepare(
     x, ordered, experts_V, loads, source_R, expert_M, tiles, visits, num_experts, per_row,
@@ -122,21 +147,7 @@ def _prepare(
         hand_over()
     program = tl.program_id(0)
     if program >= tiles:
-        part = program - tiles
-        row = (part // per_row).to(tl.int64) * DIM
-        k = (part % per_row) * VALUES + tl.arange(0, VALUES)
-        values = tl.load(x + row + k, mask=k < DIM, other=0.0).to(tl.float32)
-        values = tl.reshape(round_trip(tl.reshape(values, (VALUES // 32, 32)), 0), (VALUES,)) * LIFT
-        if ORDER == 0:
-            tl.store(ordered + row + ordered_place(k, DIM, ORDER), values, mask=k < DIM)
-        else:
-            # As `ordered_place` has it, but whole vectors at once.
-            bits = tl.reshape(values, (VALUES // 128, 4, 2, 2, 2, 2, 2))
-            if ORDER == 1:
-                bits = tl.permute(bits, (0, 3, 5, 1, 6, 2, 4))
-            else:
-                bits = tl.permute(bits, (0, 3, 5, 6, 2, 1, 4))
-            tl.store(ordered + row + k, tl.reshape(bits, (VALUES,)), mask=k < DIM)
+        cast_part(x, ordered, program - tiles, per_row, DIM, VALUES, ORDER, LIFT)
         return
     bins = tl.arange(0, BINS)
     if COUNTED:

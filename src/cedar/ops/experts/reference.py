@@ -1,5 +1,8 @@
 """One expert after the other, over the tokens sorted by expert."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,9 +10,11 @@ from torch import Tensor
 from cedar.ops.experts import Shared
 from cedar.ops.linear.reference import linear
 from cedar.ops.precision import widen
+from cedar.ops.route import Gating, Routing
+from cedar.ops.route.reference import router
 from cedar.quant import BlockFormat, QuantTensor, fake_quantize
 
-__all__ = ["experts", "swiglu"]
+__all__ = ["experts", "mixture", "swiglu"]
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -73,3 +78,27 @@ def _pick(weight: Tensor | QuantTensor, expert: int) -> Tensor | QuantTensor:
     if isinstance(weight, QuantTensor):
         return QuantTensor(weight.codes[expert], weight.scale[expert], weight.format)
     return weight[expert]
+
+
+_PLAIN: Any = SimpleNamespace(router=router, experts=experts)
+
+
+def mixture(
+    x_TD: Tensor,
+    gating: Gating,
+    w1: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    w3: Tensor | QuantTensor,
+    *,
+    limit: float,
+    input_format: BlockFormat | None,
+    shared: Shared | None = None,
+    real_T: Tensor | None = None,
+    parts: Any = _PLAIN,
+) -> tuple[Tensor, Routing]:
+    routing: Routing = parts.router(x_TD, **gating._asdict(), real_T=real_T)
+    y_TD: Tensor = parts.experts(
+        x_TD, routing.experts_TA, routing.weights_TA, w1, w2, w3,
+        limit=limit, input_format=input_format, shared=shared,
+    )  # fmt: skip
+    return y_TD, routing

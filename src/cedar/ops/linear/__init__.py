@@ -1,7 +1,8 @@
 """linear: ``y = x Wᵀ (+ b)`` with a weight in floating point or in a block format.
 
-Four operations: the plain product, and three that a kernel may do in fewer launches than their
-parts: products that share an input, a product for each group of heads, a product in float32.
+Five operations: the plain product, and four that a kernel may do in fewer launches than their
+parts: products that share an input, a product for each group of heads, both of them one after the
+other, a product in float32.
 """
 
 from typing import Protocol
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from cedar.quant import BlockFormat, QuantTensor
 
-__all__ = ["LinearOp", "Project", "ProjectGroups", "WideLinear"]
+__all__ = ["LinearOp", "Project", "ProjectGroups", "ProjectOutput", "WideLinear"]
 
 
 class LinearOp(Protocol):
@@ -53,6 +54,23 @@ class ProjectGroups(Protocol):
     """
 
     def __call__(self, o_TGK: Tensor, weight: Tensor | QuantTensor) -> Tensor: ...
+
+
+class ProjectOutput(Protocol):
+    """``project_output(o [T, G, K], first [G R, K], second [D, G R], ...) -> [T, D]``.
+
+    `ProjectGroups` by ``first``, then `Project` by ``second`` with ``input_format``. Bytes and
+    FLOP: theirs.
+    """
+
+    def __call__(
+        self,
+        o_TGK: Tensor,
+        first: Tensor | QuantTensor,
+        second: Tensor | QuantTensor,
+        *,
+        input_format: BlockFormat | None,
+    ) -> Tensor: ...
 
 
 class WideLinear(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cedar.ops.linear import hopper_few, hopper_many
 from cedar.ops.linear.plans import MANY_TOKENS, Plan, plan_for
-from cedar.quant import QuantTensor
+from cedar.quant import FP8_ROW, QuantTensor
 
 __all__ = ["COUNTERS", "MOST", "choose", "launch"]
 
@@ -55,11 +55,15 @@ def launch(
     norm: Norm | None = None,
     cast: bool = False,
     groups: int = 1,
+    prepared: bool = False,
+    prepare: bool = False,
 ) -> None:
     """``outs[i] [T, out_i]`` of ``x [T, in]`` (``[T, groups · in]``) and up to three weights.
 
     All weights are packed FP8 or all bfloat16; x is bfloat16, normalised and cast on the way only
     with the former. counters: zeros, one for each tile if the channels are split; zeros after.
+    With plans for many tokens, ``prepare``: results are cast and ordered as the input of a launch
+    with ``prepared``.
     """
     if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.storage_offset() % 8:
         x_TK = x_TK.contiguous()
@@ -71,8 +75,12 @@ def launch(
         else:
             held += [w.view(torch.int16), w, y]
     held += held[:3] * (_WEIGHTS - len(weights))
-    run = _many if plan.many else _few
-    run(x_TK, weights, held, rows, plan, counters, norm, cast, groups)
+    if not plan.many:
+        _few(x_TK, weights, held, rows, plan, counters, norm, cast, groups)
+        return
+    if not prepared:
+        x_TK = _prepared(x_TK, norm, cast)
+    _many(x_TK, weights, held, rows, plan, counters, groups, prepare)
 
 
 def _few(
@@ -103,12 +111,8 @@ def _few(
     )  # fmt: skip
 
 
-def _many(
-    x_TK: Tensor, weights: Weights, held: list[Tensor], rows: list[int], plan: Plan,
-    counters: Tensor, norm: Norm | None, cast: bool, groups: int,
-) -> None:  # fmt: skip
-    count, width = len(x_TK), weights[0].shape[1]
-    whole = width * groups
+def _prepared(x_TK: Tensor, norm: Norm | None, cast: bool) -> Tensor:
+    count, whole = x_TK.shape
     x = torch.empty((count, whole), dtype=x_TK.dtype, device=x_TK.device)
     warps = 4 if whole % 256 == 0 else 2
     turns = -(-whole // (64 * warps))
@@ -118,6 +122,14 @@ def _many(
         eps, K=whole, TURNS=turns, NORM=norm is not None, CAST=cast, PDL=True,
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip
+    return x
+
+
+def _many(
+    x_TK: Tensor, weights: Weights, held: list[Tensor], rows: list[int], plan: Plan,
+    counters: Tensor, groups: int, prepare: bool,
+) -> None:  # fmt: skip
+    count, width = len(x_TK), weights[0].shape[1]
     tokens = min(max(1 << (count - 1).bit_length(), 8), MANY_TOKENS)
     blocks = -(-count // tokens)
     tiles = [n // plan.rows for n in rows]
@@ -125,11 +137,12 @@ def _many(
     steps = width // hopper_many.STEP // plan.splits
     parts = _partial(plan, total * blocks, tokens, counters)
     hopper_many.kernel[(blocks, total, plan.splits)](
-        x, *held, parts, counters,
-        count, whole, rows[0], rows[1], rows[2], tiles[0], tiles[1], total,
+        x_TK, *held, parts, counters,
+        count, x_TK.stride(0), rows[0], rows[1], rows[2], tiles[0], tiles[1], total,
         K=width, N=tokens, STEPS=steps, SPLITS=plan.splits,
         GROUP=rows[0] // groups if groups > 1 else 0, AHEAD=min(plan.ahead, steps),
-        STAGES=_STAGES, PDL=True, num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=True,
+        STAGES=_STAGES, PREPARE=prepare, FLOOR=FP8_ROW.amax_floor, PDL=True, num_warps=plan.warps,
+        maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 

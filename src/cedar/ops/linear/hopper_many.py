@@ -3,7 +3,8 @@ shared memory.
 
 A first launch normalises and casts the tokens and writes their channels in the order in which the
 threads hold them after decoding (see `cedar.ops.linear.hopper`): of every 64 channels the 32 even
-ones, then the 32 odd ones, each in fours of pairs. In the second, a warp decodes 16 rows of the
+ones, then the 32 odd ones, each in fours of pairs. Where the tokens are results of such a product,
+that one does it at its end instead. In the second, a warp decodes 16 rows of the
 weights, and all warps of a program multiply them with the same tokens on the tensor cores.
 
 Bytes: every weight's ``out in (1 + 1/1024)`` once for 64 tokens (then from L2), ``2 T in`` once for
@@ -131,11 +132,36 @@ def _left(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def _cast(out, FLOOR: gl.constexpr):
+    """Results ``[R, N]``, rounded to bfloat16, through FP8 per 32 rows."""
+    R: gl.constexpr = out.shape[0]
+    N: gl.constexpr = out.shape[1]
+    layout: gl.constexpr = out.type.layout
+    blocks = gl.reshape(out.to(gl.bfloat16).to(gl.float32), (R // 32, 32, N))
+    # A power of two at or above amax / 448, from the bits; its inverse is exact.
+    ratio = gl.maximum(gl.max(gl.maximum(blocks, -blocks), axis=1), FLOOR) / 448.0
+    exponent = (ratio.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    factor = gl.expand_dims((exponent << 23).to(gl.float32, bitcast=True), 1)
+    inverse = gl.expand_dims(((254 - exponent) << 23).to(gl.float32, bitcast=True), 1)
+    found = (blocks * inverse).to(gl.float8e4nv).to(gl.float32) * factor
+    return gl.convert_layout(gl.reshape(found, (R, N)), layout)
+
+
+@gluon.jit
+def _place(c):
+    """Where `prepare_kernel` puts channel ``c``: of its 64 the even first, in fours of pairs."""
+    j = (c >> 1) & 31
+    fours = ((j & 4) << 2) | ((j & 2) << 2) | ((j >> 2) & 6) | (j & 1)
+    return (c & -64) | ((c & 1) << 5) | fours
+
+
+@gluon.jit
 def kernel(
     x, code0, scale0, y0, code1, scale1, y1, code2, scale2, y2, parts, counters,
     count, x_pitch, rows0, rows1, rows2, tiles0, tiles1, tiles,
     K: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr,
-    GROUP: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, PREPARE: gl.constexpr,
+    FLOOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of 16 rows a warp for ``N`` tokens, over 1/SPLITS of the channels.
 
@@ -223,7 +249,11 @@ def kernel(
     n = gl.arange(0, N, layout=gl.SliceLayout(0, yl))[None, :]
     t = gl.program_id(0) * N + n
     y_at = y + (t.to(gl.int64) * rows + row0 + r)
+    if PREPARE:
+        y_at = y + (t.to(gl.int64) * rows + _place(row0 + r))
     if SPLITS == 1:
+        if PREPARE:
+            out = _cast(out, FLOOR)
         gl.store(y_at, out.to(y.dtype.element_ty), mask=t < count)
     else:
         work = gl.program_id(0) * tiles + tile
@@ -236,5 +266,7 @@ def kernel(
             total = gl.load(part_at, cache_modifier=".cg")
             for s in gl.static_range(1, SPLITS):
                 total += gl.load(part_at + s * (R * N), cache_modifier=".cg")
+            if PREPARE:
+                total = _cast(total, FLOOR)
             gl.store(y_at, total.to(y.dtype.element_ty), mask=t < count)
             gl.store(counters + work, 0)

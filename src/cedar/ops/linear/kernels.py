@@ -28,6 +28,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = (*_NARROW, torch.float32)
 _FEW = 128  # tokens; more of them are no longer bound by the bytes of the weights
 _AT_ONCE = 3  # weights of a launch
+_CHAINED = 32  # tokens; with more, preparing them for the next product costs more than a launch
 
 Weight = Tensor | QuantTensor
 Norm = tuple[Tensor, float]
@@ -50,7 +51,9 @@ def unsupported(x: Tensor, weights: tuple[Weight, ...], norm: Norm | None = None
 
 
 class LinearKernels:
-    """`Project`, `ProjectGroups` and `WideLinear`; inputs they cannot take go to the reference.
+    """`Project`, `ProjectGroups`, `ProjectOutput` and `WideLinear`.
+
+    Inputs they cannot take go to the reference.
 
     Holds counters of programs that arrived, zero between launches, so launches that may overlap
     need instances of their own.
@@ -95,6 +98,36 @@ class LinearKernels:
         if isinstance(weight, QuantTensor) and tokens <= _FEW:
             return portable.product(rows, weight, rows.dtype, groups)
         return plain.project_groups(o_TGK, _dense(weight, rows.dtype))
+
+    def project_output(
+        self, o_TGK: Tensor, first: Weight, second: Weight, *, input_format: BlockFormat | None
+    ) -> Tensor:
+        if input_format == FP8_ROW and unsupported(o_TGK, (first, second)) is None:
+            found = self._both(o_TGK, first, second)
+            if found is not None:
+                return found
+        grouped = self.project_groups(o_TGK, first)
+        (out,) = self.project(grouped, (second,), input_format=input_format)
+        return out
+
+    def _both(self, o_TGK: Tensor, first: Weight, second: Weight) -> Tensor | None:
+        """Two launches, each with many tokens; None where that does not serve."""
+        tokens, groups, _ = o_TGK.shape
+        if hopper is None or not 0 < tokens <= _CHAINED or not _is_hopper(o_TGK.device):
+            return None
+        if not isinstance(first, QuantTensor) or not isinstance(second, QuantTensor):
+            return None
+        rows = o_TGK.flatten(1)
+        plan, next_plan = (
+            hopper.choose(rows, (w,), None, n) for w, n in ((first, groups), (second, 1))
+        )
+        if plan is None or next_plan is None or not (plan.many and next_plan.many):
+            return None
+        counters = self._arrivals(rows.device)
+        grouped, out = (rows.new_empty((tokens, w.shape[0])) for w in (first, second))
+        hopper.launch(rows, (first,), (grouped,), plan, counters, groups=groups, prepare=True)
+        hopper.launch(grouped, (second,), (out,), next_plan, counters, prepared=True)
+        return out
 
     def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         reason = unsupported(x, (weight,))

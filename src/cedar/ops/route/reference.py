@@ -43,8 +43,12 @@ def router(
     score_func: str,
     normalize: bool,
     route_scale: float,
+    real_T: Tensor | None = None,
 ) -> Routing:
     logits = linear(widen(x_TD), weight_ED) / temp
-    return route(
+    routing = route(
         logits, bias, active, score_func=score_func, normalize=normalize, route_scale=route_scale
     )
+    if real_T is None:
+        return routing
+    return Routing(*(each.where(real_T.unsqueeze(1), each[:1]) for each in routing))

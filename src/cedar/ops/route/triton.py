@@ -17,10 +17,10 @@ from cedar.ops.dependent_launch import dependent, hand_over
 from cedar.ops.route import Routing
 from cedar.ops.route import reference as plain
 
-__all__ = ["router", "unsupported"]
+__all__ = ["PART", "SCORES", "decide", "part_sums", "router", "unsupported"]
 
-_SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
-_PART = 256  # values of D that are summed at a stretch
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+PART = 256  # values of D that are summed at a stretch
 _SPLIT_BELOW = 256  # tokens; more fill the device without splitting D
 _MOST = 1024  # experts
 
@@ -33,7 +33,7 @@ def unsupported(x_TD: Tensor, weight_ED: Tensor, score_func: str) -> str | None:
         return "a gradient"
     if len(x_TD) == 0 or x_TD.shape[1] % 16 or len(weight_ED) > _MOST:
         return "no tokens, odd widths or very many experts"
-    return None if score_func in _SCORES else f"scores by {score_func}"
+    return None if score_func in SCORES else f"scores by {score_func}"
 
 
 def router(
@@ -46,25 +46,27 @@ def router(
     score_func: str,
     normalize: bool,
     route_scale: float,
+    real_T: Tensor | None = None,
 ) -> Routing:
     """`cedar.ops.route.Router`; inputs it cannot take go to the reference."""
     if unsupported(x_TD, weight_ED, score_func) is not None:
         return plain.router(
             x_TD, weight_ED, bias, active,
             temp=temp, score_func=score_func, normalize=normalize, route_scale=route_scale,
+            real_T=real_T,
         )  # fmt: skip
     tokens, dim = x_TD.shape
     count = weight_ED.shape[0]
     x, bias = x_TD.contiguous(), bias.to(torch.float32)
     if bias.stride(-1) != 1:
         bias = bias.contiguous()
-    parts = triton.cdiv(dim, _PART)
+    parts = triton.cdiv(dim, PART)
     splits = parts if tokens < _SPLIT_BELOW else 1
     sums = torch.empty((splits, tokens, count), dtype=torch.float32, device=x.device)
     block = min(max(triton.next_power_of_2(tokens), 16), 64)
     _products[(triton.cdiv(count, 64), splits, triton.cdiv(tokens, block))](
         x, weight_ED.contiguous(), sums, tokens, count,
-        DIM=dim, PART=_PART, PARTS=parts // splits, ROWS=64, TOKENS=block, STEP=64,
+        DIM=dim, PART=PART, PARTS=parts // splits, ROWS=64, TOKENS=block, STEP=64,
         num_warps=4, num_stages=4, **dependent(x.device),
     )  # fmt: skip
     experts = torch.empty((tokens, active), dtype=torch.int64, device=x.device)
@@ -72,10 +74,10 @@ def router(
     scores = torch.empty((tokens, count), dtype=torch.float32, device=x.device)
     one = bias.dim() == 1 or len(bias) == 1
     _decide[(tokens,)](
-        sums, bias, experts, weights, scores, tokens, count, 0 if one else bias.stride(0),
+        sums, bias, real_T, experts, weights, scores, tokens, count, 0 if one else bias.stride(0),
         float(temp), float(route_scale), SPLITS=splits, ACTIVE=active,
         WIDTH=triton.next_power_of_2(count), CHOSEN=triton.next_power_of_2(active),
-        SCORES=_SCORES[score_func], NORMALIZE=normalize, num_warps=4,
+        SCORES=SCORES[score_func], NORMALIZE=normalize, num_warps=4,
         enable_fp_fusion=False, **dependent(x.device),
     )  # fmt: skip
     return Routing(experts, weights, scores)
@@ -90,14 +92,27 @@ def _products(
     """``sums [S, T, E]``: a program takes ``PARTS`` parts of D for some experts and tokens."""
     if PDL:
         hand_over()
-    e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    part_sums(
+        x, weight, sums, tokens, count, tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        DIM, PART, PARTS, ROWS, TOKENS, STEP,
+    )  # fmt: skip
+
+
+@triton.jit
+def part_sums(
+    x, weight, sums, tokens, count, tile, split, block,
+    DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Products of a tile of experts with a block of tokens over a split of D, to ``sums``."""
+    e = tile * ROWS + tl.arange(0, ROWS)
+    t = block * TOKENS + tl.arange(0, TOKENS)
     at_w = weight + e.to(tl.int64)[:, None] * DIM
     at_x = x + t.to(tl.int64)[None, :] * DIM
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for p in range(PARTS):
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
-        start = (tl.program_id(1) * PARTS + p) * PART
+        start = (split * PARTS + p) * PART
         for step in range(0, PART, STEP):
             d = start + step + tl.arange(0, STEP)
             inside = d < DIM
@@ -105,7 +120,7 @@ def _products(
             v = tl.load(at_x + d[:, None], mask=(t < tokens)[None, :] & inside[:, None], other=0.0)
             acc = tl.dot(w, v, acc)
         total += acc
-    place = tl.program_id(1).to(tl.int64) * tokens * count + t.to(tl.int64)[None, :] * count
+    place = split.to(tl.int64) * tokens * count + t.to(tl.int64)[None, :] * count
     tl.store(sums + place + e[:, None], total, mask=(e < count)[:, None] & (t < tokens)[None, :])
 
 
@@ -141,20 +156,40 @@ def _log1p(x):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _decide(
-    sums, bias, experts, weights, scores, tokens, count, bias_stride, temp, route_scale,
+    sums, bias, real, experts, weights, scores, tokens, count, bias_stride, temp, route_scale,
     SPLITS: tl.constexpr, ACTIVE: tl.constexpr, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
     SCORES: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: its scores, then the best one ``ACTIVE`` times."""
     if PDL:
         hand_over()
-    token = tl.program_id(0).to(tl.int64)
+    decide(
+        sums, bias, real, experts, weights, scores, tl.program_id(0), tokens, count, bias_stride,
+        temp, route_scale, SPLITS, ACTIVE, WIDTH, CHOSEN, SCORES, NORMALIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def decide(
+    sums, bias, real, experts, weights, scores, token, tokens, count, bias_stride,
+    temp, route_scale,
+    SPLITS: tl.constexpr, ACTIVE: tl.constexpr, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+    SCORES: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """One token: its scores, then the best one ``ACTIVE`` times; the first row's if not real.
+
+    Stores all of it and returns the numbers ``[CHOSEN]`` of its experts, -1 behind the last.
+    """
+    token = tl.zeros((), tl.int64) + token
+    row = token
+    if real is not None:
+        row = tl.where(tl.load(real + token) != 0, token, 0)
     e = tl.arange(0, WIDTH)
     inside = e < count
     logit = tl.zeros((WIDTH,), tl.float32)
     for s in tl.static_range(SPLITS):
-        at = (s * tokens + token) * count
-        logit += tl.load(sums + at + e, mask=inside, other=0.0)
+        at = (s * tokens + row) * count
+        # Past L1: another multiprocessor may just have written them.
+        logit += tl.load(sums + at + e, mask=inside, other=0.0, cache_modifier=".cg")
     logit = tl.div_rn(logit, tl.full((WIDTH,), 1.0, tl.float32) * temp)
     if SCORES == 0:
         high = tl.max(tl.where(inside, logit, -float("inf")), 0)
@@ -168,7 +203,7 @@ def _decide(
         score = tl.sqrt_rn(softplus)
     tl.store(scores + token * count + e, score, mask=inside)
     # Order-preserving bits above, the complement of the number below: one maximum finds both.
-    biased = score + tl.load(bias + token * bias_stride + e, mask=inside, other=0.0)
+    biased = score + tl.load(bias + row * bias_stride + e, mask=inside, other=0.0)
     bits = (biased + 0.0).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = (bits.to(tl.int64) << 32) | (WIDTH - 1 - e).to(tl.int64)
@@ -186,3 +221,4 @@ def _decide(
     at = token * ACTIVE + a
     tl.store(experts + at, number.to(tl.int64), mask=a < ACTIVE)
     tl.store(weights + at, weight * route_scale, mask=a < ACTIVE)
+    return number
