@@ -32,17 +32,14 @@ SETS = ("mini_bf16.expect_fp32", "mini_fp8fp4.expect_fp32", "mini_bf16.expect_bf
         "mini_fp8fp4.expect_bf16")  # fmt: skip
 
 
-# What an H200 gave: tolerances are a CPU's, and no kernel adds up in float64 as a CPU does there.
-KNOWN = {
-    "mini_bf16.expect_bf16": "9 of 86 comparisons above rel rms 0.003, the first at 0.0033",
-    "mini_fp8fp4.expect_fp32": "last bits decide how a quantiser rounds: an expert in layer 8 on",
-}
+# What an H200 gave, on plain PyTorch, too.
+KNOWN = {"mini_fp8fp4.expect_fp32": "last bits decide how a quantiser rounds: an expert in layer 8"}
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
 @pytest.mark.parametrize("name", SETS)
 def test_golden_parity_on_the_device(name: str, kernels: bool, request: Any) -> None:
-    if kernels and name in KNOWN:
+    if name in KNOWN:
         request.applymarker(pytest.mark.xfail(reason=KNOWN[name], strict=True))
     report = run_parity(GOLDEN, name, device="cuda", ops=select_ops("cuda", kernels=kernels))
     assert report.failures == ()
@@ -150,7 +147,8 @@ def texts(core: EngineCore, prompts: list[list[int]], tokens: int) -> list[Text]
 
 def pairs(**options: Any) -> list[tuple[Text, Text]]:
     """Of 200 prompts the text without drafts and with them."""
-    prompts = [words(20 + 7 * (n % 40), n) for n in range(200)]
+    # Longer than 128 tokens: products of fewer have kernels for every few lengths, each to compile.
+    prompts = [words(130 + 4 * (n % 40), n) for n in range(200)]
     found = []
     for draft in (False, True):
         config = EngineConfig(

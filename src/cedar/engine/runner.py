@@ -207,7 +207,7 @@ class Runner:
             mark = store.mark({item.slot: len(item.tokens) for item in work})
             try:
                 whole = [self._with_replay(item) for item in work]
-                results = {}
+                results: dict[int, RunResult] = {}
                 for items in self._passes(whole):
                     found = self._run(items)
                     results |= {item.slot: one for item, one in zip(items, found, strict=True)}

@@ -129,7 +129,7 @@ class Stepper:
         for slot in slots:
             if store.window_length(slot, Half.DRAFT) == 0:
                 raise RequestError(f"slot {slot} has no main state to draft from")
-        count = 1 << (len(slots) - 1).bit_length()
+        count = self.most_sequences if self._one_size else 1 << (len(slots) - 1).bit_length()
         if count not in self._drafts_of:
             self._drafts_of[count] = self._prepare_draft(count)
         found = self._drafts_of[count]
