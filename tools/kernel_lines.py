@@ -13,11 +13,13 @@ PLAIN = {"pytorch": "eager", "pytorch_compiled": "compiled", "compiled": "compil
 BESIDE = {  # columns that are neither a peer nor plain PyTorch on the same input
     "copy": "a copy of the bytes",
     "portable": "our portable kernel",
+    "apart": "both operations by themselves",
     "pytorch_float32": "torch.topk, float32",
     "pinned": "table in host memory",
     "pinned_in_line": "host memory, not prefetched",
     "device_table": "table on the device",
     "compiled_3_steps": "compiled, 3 Sinkhorn steps",
+    "full": "all layers for all tokens",
 }
 PEERS = {
     "flash_mla": "FlashMLA",
@@ -27,28 +29,52 @@ PEERS = {
     "flashinfer": "FlashInfer",
     "flashinfer_ties": "FlashInfer, ties",
     "liger": "Liger",
+    "liger_moe": "Liger, experts",
+    "tile_kernels": "tile-kernels",
+    "fla": "fla, NSA",
+    "grouped_mm": "grouped_mm",
     "grouped_mm_bf16": "grouped_mm, bf16",
     "cublas_bf16": "cuBLAS, bf16",
+    "transformers": "transformers",
+    "transformers_compiled": "transformers, compiled",
 }
 # What a line says that tells no case from another; figures (floats, and groups) never do.
 _FACTS = {
     "op", "ours_us", "spread_us", "bytes", "flop", "launches", "kernels_per_reuse_layer",
-    "commit", "command", "versions", "devices", *PLAIN, *BESIDE, *PEERS,
+    "commit", "command", "versions", "devices", "label", *PLAIN, *BESIDE, *PEERS,
 }  # fmt: skip
 _ENDINGS = ("_us", "_error", "_bytes")
 
 
 def read(folder: Path = RESULTS) -> list[Line]:
-    """Lines in force: of one case the last, files in the order of their names."""
+    """Lines in force: of one case the last, files in the order of their names.
+
+    A run has only some libraries beside it. Columns that it lacks stay in force from the lines
+    before: ``kept`` then says of which commit.
+    """
     found: dict[str, Line] = {}
     paths = [*folder.glob("h200-ops*.jsonl"), *folder.glob("h200-step*.jsonl")]
     for path in sorted(paths, key=lambda path: path.stem):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             key = json.dumps([line["op"], case(line)], sort_keys=True)
-            found.pop(key, None)
-            found[key] = line
+            old = found.pop(key, None)
+            found[key] = line if old is None else kept(old, line)
     return list(found.values())
+
+
+def kept(old: Line, new: Line) -> Line:
+    """``new`` with those columns of ``old`` that its run had no library or argument for."""
+    joined, origin = dict(new), dict[str, str]()
+    for name in (*PLAIN, *PEERS):
+        column = f"{name}_us"
+        absent = name not in new or "ModuleNotFoundError" in str(new[name])
+        if column not in old or column in new or not absent:
+            continue
+        joined.pop(name, None)
+        joined |= {key: old[key] for key in (column, *(name + e for e in _ENDINGS)) if key in old}
+        origin[name] = old.get("kept", {}).get(name, old["commit"])
+    return {**joined, "kept": origin} if origin else joined
 
 
 def case(line: Line) -> dict[str, Any]:

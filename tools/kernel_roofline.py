@@ -10,8 +10,10 @@ COPY, GEMM = 4.3e12, 7.9e14
 NAMES = {
     "sparse_attention": "sparse attention, decode",
     "sparse_prefill": "sparse attention, prefill and training",
-    "index_score": "index scores",
-    "experts": "experts",
+    "index_score": "index scores, decode",
+    "index_prefill": "index scores, prefill",
+    "experts": "experts, packed weights",
+    "experts_training": "experts, training",
     "linear": "linear layers",
     "mhc": "mHC",
     "mhc_backward": "mHC, gradients",

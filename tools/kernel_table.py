@@ -37,8 +37,10 @@ was compared with float64 before it was timed (the error is relative; 0 where re
 The floor is the larger of bytes / 4.3 TB/s (a copy, measured) and FLOP / 790 TFLOP/s (a bfloat16
 product, measured); R is floor over time, the spread is from the fastest replay to the slowest.
 "Best peer" is the fastest other library that ran; each reads its own format, and the notes say
-what its time leaves out. Plain PyTorch is the faster of eager and `torch.compile`. The kernels
-are the default on a Hopper GPU with Triton: `cedar env` prints which and why.
+what its time leaves out; its time stays in force until it is measured again. Plain PyTorch is the
+faster of eager and `torch.compile`. The kernels are the default on a Hopper GPU with Triton:
+`cedar env` prints which and why.
+[What bounds the kernels](kernel-bounds.md) that miss a goal, with profiles, has a page of its own.
 
 ![Attained TFLOP/s of every case under the roofs of copy and product](images/roofline.png)
 """
@@ -46,12 +48,16 @@ TITLES = {
     "step": "A whole decode step: 40 layers, released shapes, four sets of experts shared by all",
     "sparse_attention": "Sparse attention at decode: 64 heads of 512, 128 window and 512 main rows",
     "sparse_prefill": "Sparse attention for prefill and training: 4096 queries, 64 heads of 512 "
-    "over 128 window and 512 main rows (research: 16,384 queries, 8 heads of 128 over 128 and 128)",
+    "over 128 window and 512 main rows (research: 16,384 queries, 8 heads of 128 over 128 and 128; "
+    "blocks: 8192 queries, 64 heads of 128 over 8 blocks of 64)",
     "index_score": "Index scores from packed keys, 32 heads of 128; full, reindex: and selection",
+    "index_prefill": "Index scores at prefill, 32 heads of 128, with maxima; select: and selection",
     "select": "Selection, exact, ties to the lowest number",
     "mhc": "mHC, one sublayer boundary in one launch: 4 streams of 5120",
     "mhc_backward": "mHC, gradients",
     "experts": "Experts on packed FP4 weights: 384 experts, 6 a token, 5120 x 2304",
+    "experts_training": "Experts on bfloat16 weights, forward and backward",
+    "mixture": "Router, experts and the shared expert: 384 experts, 6 a token, 5120 x 2304",
     "router": "Router: products, scores, choice, weights: 384 experts, 6 a token",
     "linear": "Linear layers on packed FP8 weights",
     "small": "Small fused operations",
@@ -73,16 +79,24 @@ NOTES = {
     "flashinfer_ties": "FlashInfer, ties: its top-k that takes the lowest numbers of equal scores,"
     " as ours does, in no order.",
     "liger": "Liger 0.8.5: its Triton kernels for update, coefficients and collapse, DeepGEMM's"
-    " product (its own unrolls 20,480 terms and compiles for many minutes), torch's norm.",
+    " product (its own unrolls 20,480 terms and compiles for many minutes), torch's norm; backward"
+    " its own functions, the product's among them. With gradients its fused experts.",
+    "liger_moe": "Liger, experts: bfloat16 weights, four times our bytes, no clamp, one fixed set"
+    " of tile sizes (tuning takes minutes); it reads a size on the host, so launch gaps count.",
+    "tile_kernels": "tile-kernels 1.0.0 on TileLang 0.1.9: DeepSeek V4's kernels; mHC in V4's order"
+    " with a product that does not split its sum, torch's norm; the Engram gate after the product"
+    " of its weights.",
+    "fla": "fla 0.6.0, NSA: whole blocks of 64 rows, keys and values apart, no sink, 16 heads and"
+    " more, at most 256 wide; tuned on the case.",
     "grouped_mm_bf16": "grouped_mm, bf16: `torch._grouped_mm` on bfloat16 weights, four times our"
     " bytes, with sorting and SwiGLU in plain PyTorch.",
     "cublas_bf16": "cuBLAS, bf16: `torch.matmul` on bfloat16 weights, twice our bytes, without norm"
     " and cast.",
 }
 ABSENT = (
-    "Not compared: DeepSelect (no wheel), TileLang's kernels (75 MiB of wheels), fla's NSA (other"
-    " blocks, separate keys and values), kernels for Blackwell alone (288- and 528-byte rows in"
-    " FlashMLA and FlashInfer, Mega-mHC)."
+    "Not compared: DeepSelect (no wheel), TileLang's sparse attention and index scores (examples,"
+    " in no wheel), kernels for Blackwell alone (288- and 528-byte rows in FlashMLA and FlashInfer,"
+    " Mega-mHC)."
 )
 
 
@@ -105,7 +119,8 @@ def page(lines: list[Line]) -> str:
     """All of it."""
     names = dict.fromkeys([*TITLES, *(line["op"] for line in lines if "floor_us" in line)])
     tables = [table(name, of(lines, name)) for name in names if of(lines, name)]
-    parts = [HEAD, goals(lines), faster(lines), *tables, contexts(lines), silent(lines)]
+    ends = contexts(lines), end_to_end(lines), silent(lines)
+    parts = [HEAD, goals(lines), faster(lines), *tables, *ends]
     return "\n".join([part for part in parts if part] + [made(lines)])
 
 
@@ -195,6 +210,32 @@ def contexts(lines: list[Line]) -> str:
     return f"## A long context end to end: the bundled model, greedy, one sequence\n\n{text}\n"
 
 
+def end_to_end(lines: list[Line]) -> str:
+    """Beside another library's whole model, if it was measured."""
+    columns = {
+        "ours": "Cedar", "full": "Cedar, all layers for all tokens", "transformers": "transformers",
+        "transformers_compiled": "transformers, all but attention compiled",
+    }  # fmt: skip
+    found = of(lines, "end_to_end")
+    if not found:
+        return ""
+    rows = [
+        [line["pass"], f"{line['tokens']:,}", *(us(measured.get(name)) for name in columns)]
+        for line, measured in ((line, times(line, columns)) for line in found)
+    ]
+    about = found[-1]
+    millions = {name: f"{count / 1e6:.0f}M" for name, count in about["parameters"].items()}
+    sizes = ", ".join(f"{count} parameters in {name}" for name, count in millions.items())
+    version = about["versions"].get("transformers")
+    text = markdown(["pass", "tokens", *columns.values()], rows, left=1)
+    return (
+        f"## End to end beside transformers {version}, deepseek_v4: {about['label']}\n\n"
+        "Random weights, ten layers of width 1024, 16 heads of 128, 16 experts of which 2, batch 1,"
+        f" greedy; {sizes}. Microseconds to the first token of the prompt, and of each further\n"
+        f"token after it.\n\n{text}\n"
+    )
+
+
 def silent(lines: list[Line]) -> str:
     """Peers that a benchmark asked and that gave no time, with their reason."""
     said: dict[str, None] = {}
@@ -208,7 +249,8 @@ def silent(lines: list[Line]) -> str:
 
 def made(lines: list[Line]) -> str:
     """Commits and machines of all lines."""
-    commits = sorted({str(line["commit"]).rstrip("+")[:9] for line in lines})
+    origins = {each for line in lines for each in (line["commit"], *line.get("kept", {}).values())}
+    commits = sorted({str(each).rstrip("+")[:9] for each in origins})
     machines = sorted({line["devices"].get("cuda:0", "") for line in lines})
     versions = sorted(
         {f"torch {v['torch']}, Triton {v['triton']}" for v in (x["versions"] for x in lines)}

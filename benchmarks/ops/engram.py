@@ -4,14 +4,24 @@
 puts look-up and gate behind a layer: with the table in host memory its rows are fetched while the
 layer runs. The layer is a stand-in, one kernel that moves as many bytes as the layer has to read at
 least (routed and shared experts, projections); a real one takes longer and hides more. `over_layer`
-is what look-up and gate add to it.
+is what look-up and gate add to it. `gate` is the gate alone, beside DeepSeek's own TileLang kernel
+if it can be imported.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.ops.measure import Report, floor_us, need_gpu, relative_error, timed
+from benchmarks.ops.measure import (
+    Report,
+    floor_us,
+    need_gpu,
+    relative_error,
+    sets_for,
+    timed,
+)
+from benchmarks.ops.peers import tile_kernels
 from torch import Tensor
 
 from cedar.memory import PinnedTable
@@ -83,6 +93,27 @@ def gate_inputs(tokens: int) -> tuple[Any, ...]:
     return normal(tokens, STREAMS, DIM), keys.unflatten(1, (STREAMS, DIM)), value, *weights
 
 
+def gate(report: Report, tokens: int) -> None:
+    sets = [gate_inputs(tokens) for _ in range(sets_for(tokens * 13 * DIM * 2, least=2))]
+    wide = plain_gate.engram_gate(*(v.double() for v in sets[0]), 1e-20, None)
+    peers = tile_kernels.engram_gate(sets, 1e-20)
+    moved = tokens * 13 * DIM * 2
+
+    def sample(function: Callable[..., Tensor]) -> tuple[float, float, float]:
+        return timed([lambda s=s: function(*s, 1e-20, None) for s in sets], replays=12)
+
+    report.line(
+        {"case": "gate", "tokens": tokens},
+        floor=floor_us(moved, 0),
+        error=relative_error(engram_gate(*sets[0], 1e-20, None), wide),
+        bound=2**-8,
+        ours=lambda: sample(engram_gate),
+        others={**peers.others, "pytorch": lambda: sample(plain_gate.engram_gate)},
+        bytes=moved,
+        **peers.more,
+    )
+
+
 def layer(report: Report, tokens: int, table: Table, host: PinnedTable) -> None:
     weights = torch.randint(1 << 31, (layer_bytes(tokens) // 8,), device="cuda").int()
     moved = torch.empty_like(weights)
@@ -135,6 +166,10 @@ def layer(report: Report, tokens: int, table: Table, host: PinnedTable) -> None:
 def main() -> None:
     need_gpu()
     report = Report("engram")
+    for tokens in (*TOKENS, 8192):
+        gate(report, tokens)
+    if sys.argv[1:] == ["gate"]:
+        return
     table, host = tables()
     for tokens in (*TOKENS, 8192):
         lookup(report, tokens, table, host)

@@ -1,10 +1,12 @@
 """Single-pass mHC forward at 4 streams x 5120: update, coefficients, collapse, norm.
 
-Columns: floor ((2m + 2) d values a token and the weights once), ours, Liger's and FlashInfer's
-kernels if they can be imported, a plain copy of the same bytes, plain PyTorch (the reference
-composition, eager; with the argument ``compile`` also compiled).
+Columns: floor ((2m + 2) d values a token and the weights once), ours, the kernels of Liger,
+FlashInfer and tile-kernels if they can be imported, a plain copy of the same bytes, plain PyTorch
+(the reference composition, eager; with the argument ``compile`` also compiled). Numbers as
+arguments choose sizes.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from benchmarks.ops.measure import (
     timed,
     timed_eager,
 )
-from benchmarks.ops.peers import Columns, compiled, flashinfer, liger
+from benchmarks.ops.peers import Columns, compiled, flashinfer, liger, tile_kernels
 from torch import Tensor
 
 from cedar.ops.mhc import MhcMix, MhcParameters
@@ -51,7 +53,8 @@ def main() -> None:
     parameters = MhcParameters(fn, torch.randn(24, device="cuda"), torch.ones(3, device="cuda"))
     weight = torch.ones(WIDTH, device="cuda").bfloat16()
     kernel = MhcStepKernel()
-    for count in (1, 32, 128, 512, 2048, 4096, 8192, 16384):
+    chosen = [int(name) for name in sys.argv[1:] if name.isdigit()]
+    for count in chosen or (1, 16, 32, 128, 512, 2048, 4096, 8192, 16384):
         moved = count * (2 * STREAMS + 2) * WIDTH * 2 + fn.nbytes
         sets = sets_for(count * 5 * WIDTH * 2, least=2, most=32)
         cases = [inputs(seed, count, parameters, weight) for seed in range(sets)]
@@ -66,7 +69,7 @@ def main() -> None:
         target = torch.empty_like(source)
         peers = Columns()  # they compile again for every size
         if count in (1, 128, 2048, 8192):
-            peers |= flashinfer.mhc(cases, SETTINGS)
+            peers |= flashinfer.mhc(cases, SETTINGS) | tile_kernels.mhc(cases, SETTINGS)
         if count == 8192:
             peers |= liger.mhc(cases, SETTINGS) | compiled.compiled(step, cases, moved)
         report.line(

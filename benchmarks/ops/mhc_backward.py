@@ -1,8 +1,10 @@
 """Gradients of single-pass mHC at 4 streams x 5120: from dX', the mix's and dh to all inputs'.
 
-Columns: floor (10 D values read and 5 D written a token, fn read and dfn written once), ours, a
-plain copy of the same bytes, plain PyTorch (autograd of the reference, eager), and with the
-argument ``compile`` torch.compile of the reference with few Sinkhorn steps (20 compile too long).
+Columns: floor (10 D values read and 5 D written a token, fn read and dfn written once), ours, the
+kernels of tile-kernels (a boundary of DeepSeek V4) and Liger if they can be imported, a plain copy
+of the same bytes, plain PyTorch (autograd of the reference, eager), and with the argument
+``compile`` torch.compile of the reference with few Sinkhorn steps (20 compile too long). Numbers as
+arguments choose sizes.
 """
 
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from benchmarks.ops.measure import Report, floor_us, need_gpu, relative_error, sets_for, timed
+from benchmarks.ops.peers import Columns, backward_of, liger, tile_kernels
 from torch import Tensor
 
 from cedar.ops.mhc import MhcMix, MhcParameters
@@ -52,9 +55,18 @@ def exact(values: Values, grads: Values) -> Values:
 
 def eager(values: Values, grads: Values, step: Callable[..., Any]) -> Callable[[], Any]:
     """The backward pass alone; the graph is kept for every call."""
-    learned = tuple(v.detach().requires_grad_() for v in values)
-    outs = step(learned)
-    return lambda: torch.autograd.grad(outs, learned, grads, retain_graph=True)
+    return backward_of(lambda *learned: step(learned), values, grads)
+
+
+def peers_of(cases: list[Any], count: int) -> Columns:
+    """Of some sizes: they compile again for each, and their activations take room."""
+    found = Columns()
+    if count in (2048, 8192):
+        few = [((*v[:2], *v[5:]), (g[0], g[4])) for v, _, g in cases[:2]]
+        found |= tile_kernels.mhc_backward(few, SETTINGS)
+    if count == 8192:
+        found |= liger.mhc_backward([(v, g) for v, _, g in cases[:2]], SETTINGS, exact)
+    return found
 
 
 def main() -> None:
@@ -67,7 +79,8 @@ def main() -> None:
         torch.ones(WIDTH, device="cuda").bfloat16(),
     )  # fmt: skip
     step = MhcStepTraining()
-    for count in (128, 2048, 4096, 8192):
+    chosen = [int(name) for name in sys.argv[1:] if name.isdigit()]
+    for count in chosen or (128, 2048, 4096, 8192):
         moved = count * 15 * WIDTH * 2 + 2 * fn.nbytes
         sets = sets_for(count * 10 * WIDTH * 2, least=2, most=16)
         cases = []
@@ -81,7 +94,9 @@ def main() -> None:
         want = exact(few, few_grads)
         source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
+        peers = peers_of(cases, count)
         others: dict[str, Any] = {
+            **peers.others,
             "copy": lambda a=target, b=source: timed([lambda: a.copy_(b)]),
             "pytorch": lambda c=cases[0]: timed(
                 [eager(c[0], c[2], lambda v: outputs(v, SETTINGS))], replays=5
@@ -100,6 +115,7 @@ def main() -> None:
             ours=lambda cases=cases: timed([lambda c=c: backward(*c, SETTINGS) for c in cases]),
             others=others,
             bytes=moved,
+            **peers.more,
         )
 
 

@@ -2,14 +2,17 @@
 
 64 heads x 512 over 640 rows a query: ``model`` sees a window of 128 rows, which neighbouring
 queries share, and 512 random ones of a longer context; ``random`` sees random rows of a storage
-larger than the L2 cache. ``research`` is 8 heads x 128 over 256 rows. ``packed`` is the engine's
-prefill, forward only: a window of bfloat16 rows, FP4 rows of a packed storage, and the rotation of
-queries and output in the same launch. Names as arguments choose some of them.
+larger than the L2 cache. ``research`` is 8 heads x 128 over 256 rows. ``blocks`` is 64 heads x 128
+over 8 blocks of 64 rows, a query's own and earlier ones, as fla's NSA takes them. ``packed`` is the
+engine's prefill, forward only: a window of bfloat16 rows, FP4 rows of a packed storage, and the
+rotation of queries and output in the same launch. Names as arguments choose some of them, and
+``forward`` or ``backward``.
 
-Columns: floor, ours, FlashMLA's sparse prefill kernel if it can be imported (forward, one
-source), and PyTorch (gather and two products, compiled forward, eager backward). FLOP:
-``4 N K H`` a query forward, five products instead of two backward. A floor counts every input
-read once and every output written once; the gathered rows are read K times from the L2 cache.
+Columns: floor, ours, FlashMLA's sparse prefill kernel (forward, one source) or for ``blocks`` fla's
+kernels if they can be imported, and PyTorch (gather and two products, compiled forward, eager
+backward). FLOP: ``4 N K H`` a query forward, five products instead of two backward. A floor counts
+every input read once and every output written once; the gathered rows are read K times from the L2
+cache.
 """
 
 import sys
@@ -26,7 +29,7 @@ from benchmarks.ops.measure import (
     timed,
     timed_eager,
 )
-from benchmarks.ops.peers import flash_mla
+from benchmarks.ops.peers import Columns, fla, flash_mla
 from torch import Tensor
 
 from cedar.ops.packed import pack_rows
@@ -37,13 +40,28 @@ from cedar.ops.sparse_attention import triton as forward_kernel
 from cedar.quant import FP4_MAIN
 
 Case = tuple[Tensor, tuple[Rows, ...], Tensor, float]
+PASSES = {"forward", "backward"}
 CHUNK = 512  # queries that plain PyTorch takes at a time
 SIZES = {
     "model": {"queries": 4096, "heads": 64, "width": 512, "slots": (128, 512)},
     "random": {"queries": 4096, "heads": 64, "width": 512, "slots": (128, 512)},
     "research": {"queries": 16384, "heads": 8, "width": 128, "slots": (128, 128)},
+    "blocks": {"queries": 8192, "heads": 64, "width": 128, "slots": (512,)},
 }
-ROWS = {"model": (4096, 32768), "random": (65536, 65536), "research": (16384, 8192)}
+ROWS = {
+    "model": (4096, 32768), "random": (65536, 65536), "research": (16384, 8192), "blocks": (8192,),
+}  # fmt: skip
+
+
+def selected_blocks(queries: int, count: int = 8) -> Tensor:
+    """A query's own block and random earlier ones, ascending; -1 where there are no more."""
+    g = torch.Generator(device="cuda").manual_seed(2)
+    own = torch.arange(queries, device="cuda").unsqueeze(1) // fla.BLOCK
+    blocks = torch.arange(max(count, -(-queries // fla.BLOCK)), device="cuda")
+    score = torch.rand(queries, len(blocks), generator=g, device="cuda")
+    score = score.where(blocks <= own, -1.0).where(blocks != own, 2.0)
+    best = score.topk(count, dim=1)
+    return best.indices.where(best.values >= 0, -1).sort(1).values
 
 
 def inputs(name: str, queries: int | None = None) -> Case:
@@ -56,7 +74,9 @@ def inputs(name: str, queries: int | None = None) -> Case:
 
     sources = []
     for place, (count, rows) in enumerate(zip(size["slots"], ROWS[name], strict=True)):
-        if place == 0 and name != "random":
+        if name == "blocks":
+            slots = fla.block_slots(selected_blocks(queries))
+        elif place == 0 and name != "random":
             back = torch.arange(count - 1, -1, -1, device="cuda")
             slots = torch.arange(queries, device="cuda").unsqueeze(1) - back
             slots = slots.clamp_min(-1)
@@ -133,7 +153,7 @@ def eager_backward(case: Case, grad: Tensor) -> Callable[[], Sample]:
     return run
 
 
-def measure(report: Report, name: str) -> None:
+def measure(report: Report, name: str, passes: set[str]) -> None:
     case = inputs(name)
     q, sources, sink, scale = case
     size = SIZES[name]
@@ -151,18 +171,29 @@ def measure(report: Report, name: str) -> None:
         "kernels": prefill.kernels_for(q, sources).name,
     }
     moved = 2 * (2 * q.numel() + rows) + index
-    peers = flash_mla.prefill(case)
-    report.line(
-        {"pass": "forward", **about},
-        floor=floor_us(moved, flop),
-        error=relative_error(prefill.sparse_attention(*few), exact(few)[0]),
-        bound=5e-3,
-        ours=lambda: timed([lambda: prefill.forward(q, sources, sink, scale, out, log_sum)]),
-        others={**peers.others, "pytorch_compiled": compiled(case)},
-        bytes=moved,
-        flop=flop,
-        **peers.more,
-    )
+
+    def peers_of(grad: Tensor | None) -> Columns:
+        if name == "blocks":
+            return fla.blocks(q, sources[0].rows_RH, selected_blocks(len(q)), grad)
+        return Columns() if grad is not None else flash_mla.prefill(case)
+
+    ours = partial(prefill.forward, q, sources, sink, scale, out, log_sum)
+    ours()  # what the backward pass reads
+    if "forward" in passes:
+        peers = peers_of(None)
+        report.line(
+            {"pass": "forward", **about},
+            floor=floor_us(moved, flop),
+            error=relative_error(prefill.sparse_attention(*few), exact(few)[0]),
+            bound=5e-3,
+            ours=partial(timed, [ours]),
+            others={**peers.others, "pytorch_compiled": compiled(case)},
+            bytes=moved,
+            flop=flop,
+            **peers.more,
+        )
+    if "backward" not in passes:
+        return
     moved = 2 * (4 * q.numel() + rows) + index + 4 * rows
 
     def backward(deterministic: bool) -> Sample:
@@ -170,15 +201,17 @@ def measure(report: Report, name: str) -> None:
         return timed([call], replays=8)
 
     for deterministic in (False, True):
+        peers = Columns() if deterministic else peers_of(grad)
         report.line(
             {"pass": "backward", "deterministic": deterministic, **about},
             floor=floor_us(moved, 2.5 * flop),
             error=backward_error(few, deterministic),
             bound=2e-2,  # the sinks' gradient is a sum of both signs over few queries here
             ours=partial(backward, deterministic),
-            others={} if deterministic else {"pytorch": eager_backward(case, grad)},
+            others={} if deterministic else {**peers.others, "pytorch": eager_backward(case, grad)},
             bytes=moved,
             flop=2.5 * flop,
+            **peers.more,
         )
 
 
@@ -215,13 +248,14 @@ def measure_packed(report: Report, queries: int) -> None:
 def main() -> None:
     need_gpu()
     report = Report("sparse_prefill")
-    chosen = sys.argv[1:] or [*SIZES, "packed"]
+    passes = PASSES & set(sys.argv[1:]) or PASSES
+    chosen = [name for name in sys.argv[1:] if name not in PASSES] or [*SIZES, "packed"]
     for name in chosen:
         if name == "packed":
             for queries in (128, 512, 2048, 4096):
                 measure_packed(report, queries)
         else:
-            measure(report, name)
+            measure(report, name, passes)
 
 
 def backward_error(case: Case, deterministic: bool) -> float:

@@ -193,9 +193,6 @@ def test_select(dtype: torch.dtype, width: int, k: int) -> None:
             assert_bitwise(found, plain_select.select_entries(x, k, visible))
             found = select.select_best(x, visible * 8, 8, k)
             assert_bitwise(found, plain_select.select_best(x, visible * 8, 8, k))
-        whole = torch.full((2,), width, device="cuda")
-        found = select.select_blocks(x, whole, 8, k)
-        assert_bitwise(found, plain_select.select_blocks(x, whole, 8, k))
 
 
 def scanned(x: Tensor, visible: Tensor) -> Scan:

@@ -168,9 +168,10 @@ def test_blocks(block: int) -> None:
     hidden = torch.arange(203) >= visible.unsqueeze(1)
     x = x.masked_fill(hidden, -INF)
     for k in (1, 6, 70):
-        want = plain.select_blocks(x, visible, block, k)
-        assert_bitwise(kernel.select_blocks(x, visible, block, k), want)
         best, _ = kernel.block_maxima(x, block)
+        padded = torch.nn.functional.pad(x, (0, -203 % block), value=-INF)
+        assert_bitwise(best, padded.unflatten(1, (-1, block)).amax(2))
+        want = plain.select_best(best, visible, block, k)
         poisoned = best.masked_fill(
             torch.arange(best.shape[1]) * block >= visible.unsqueeze(1), INF
         )
@@ -186,8 +187,8 @@ def test_pinned_block_beside_infinities() -> None:
     for visible in (5, 6):
         seen = torch.tensor([visible])
         cut = x.masked_fill(torch.arange(6) >= seen, -INF)
-        want = plain.select_blocks(cut, seen, 1, 2)
-        assert_bitwise(kernel.select_blocks(cut, seen, 1, 2), want)
+        want = plain.select_best(cut, seen, 1, 2)
+        assert_bitwise(kernel.select_best(cut, seen, 1, 2), want)
 
 
 def test_nothing_to_select() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cedar.ops.select.reference import select_blocks, select_entries
+from cedar.ops.select.reference import select_best, select_entries
 
 INF = torch.inf
 few = settings(max_examples=80, deadline=None, derandomize=True)
@@ -34,6 +34,11 @@ scores = st.sampled_from([-INF, -2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
 def tables(draw: st.DrawFn) -> list[list[float]]:
     width = draw(st.integers(1, 12))
     return draw(st.lists(st.lists(scores, min_size=width, max_size=width), min_size=1, max_size=4))
+
+
+def select_blocks(x: Tensor, visible: Tensor, block: int, k: int) -> Tensor:
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=-INF)
+    return select_best(padded.unflatten(1, (-1, block)).amax(2), visible, block, k)
 
 
 @few

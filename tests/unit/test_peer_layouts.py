@@ -57,6 +57,45 @@ def test_rows_with_a_scale_for_128_values(peers: ModuleType) -> None:
     torch.testing.assert_close(wide, x, rtol=2**-4, atol=2**-7)
 
 
+def test_rows_of_selected_blocks(peers: ModuleType) -> None:
+    """As fla's NSA sees them: absent blocks and later rows hidden."""
+    chosen = torch.tensor([[-1, 0]]).repeat(130, 1)
+    chosen[64:] = torch.tensor([0, 1])
+    chosen[128:] = torch.tensor([1, 2])
+    slots = module("fla").block_slots(chosen)
+    assert slots.shape == (130, 128)
+    for query, first in ((0, 0), (63, 0), (64, 0), (127, 0), (128, 64), (129, 64)):
+        seen = slots[query][slots[query] >= 0]
+        assert torch.equal(seen, torch.arange(first, query + 1))
+
+
+def test_a_boundary_in_the_order_of_v4(peers: ModuleType) -> None:
+    mhc = importlib.import_module("cedar.ops.mhc")
+    plain = importlib.import_module("cedar.ops.mhc.reference")
+    settings = {"norm_eps": 1e-20, "hc_eps": 1e-6, "sinkhorn_iters": 20}
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x, y, weight = normal(5, 4, 32), normal(5, 32), normal(32)
+    mix = mhc.MhcMix(normal(5, 4), normal(5, 4), normal(5, 4, 4))
+    parameters = mhc.MhcParameters(normal(24, 128) / 12, normal(24), torch.ones(3).double())
+    new = plain.mhc_expand(x, y, mix)
+    made = plain.mhc_coefficients(new, *parameters, **settings)
+    h = plain.rms_norm(plain.mhc_collapse(new, made.pre_TC), weight, 1e-20)
+    v4 = module("v4")
+    case = x, (y, mix), mix.pre_TC, parameters, weight
+    assert v4.boundary_error(case, (new, made, h), settings) < 1e-12
+    assert v4.boundary_error(case, (new, made, 1.1 * h), settings) > 0.05
+    # Streams take a sublayer's output by post: the sum of its coefficients, all gradients one.
+    grads = torch.ones_like(x), torch.zeros_like(y)
+    found = v4.boundary_gradients((x, y, *parameters, weight), grads, settings)
+    post = plain.mhc_coefficients(x, *parameters, **settings).post_TC
+    torch.testing.assert_close(found[1], post.sum(1, keepdim=True).expand_as(y))
+    assert found[5].abs().max() == 0
+
+
 def test_a_peer_that_is_missing_or_wrong_is_said(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

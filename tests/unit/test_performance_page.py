@@ -46,6 +46,30 @@ def test_of_one_case_the_last_line_counts(tools: tuple[ModuleType, ...], tmp_pat
     assert lines.case(found[1]) == {"tokens": 1}
 
 
+def test_what_a_run_lacks_stays_in_force(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
+    lines, _, table = tools
+    absent = "cannot run: ModuleNotFoundError: No module named 'liger_kernel'"
+    before = ABOUT | {"commit": "fedcba9876543210"}
+    old = line("mhc", 9.0, tokens=1, liger_us=5.0, liger_error=0.1, fla_us=1.0) | before
+    old |= {"pytorch_compiled_us": 7.0, "copy_us": 3.0, "flashinfer_us": 2.0}
+    new = line("mhc", 8.0, tokens=1, liger=absent, fla="not timed: error above 0.01")
+    third = line("mhc", 7.0, tokens=1, liger=absent, tile_kernels_us=6.0, flashinfer_us=4.0)
+    text = "\n".join(map(json.dumps, (old, new, third)))
+    (tmp_path / "h200-ops.jsonl").write_text(text, encoding="utf-8")
+    (one,) = lines.read(tmp_path)
+    assert one["ours_us"] == 7.0
+    # A peer that failed has no time any more; one that was not there keeps it.
+    assert lines.peers(one) == {"liger": 5.0, "tile_kernels": 6.0, "flashinfer": 4.0}
+    assert one["liger_error"] == 0.1
+    assert "liger" not in one
+    assert lines.times(one, lines.PLAIN) == {"pytorch_compiled": 7.0}
+    assert lines.beside(one) == {}
+    assert one["kept"] == {"liger": before["commit"], "pytorch_compiled": before["commit"]}
+    assert lines.case(one) == {"tokens": 1}
+    assert "0123456789a"[:9] in table.made([one])
+    assert "fedcba987" in table.made([one])
+
+
 def test_columns(tools: tuple[ModuleType, ...]) -> None:
     lines, _, table = tools
     one = line(
@@ -75,6 +99,23 @@ def test_a_context_end_to_end(tools: tuple[ModuleType, ...]) -> None:
     text = table.page([one])
     assert "| 1,048,000 | 9.5 | 110,316 | 900.5 | 850.0 |" in text
     assert "long context" not in table.page([line("mhc", 1.0, tokens=1)])
+
+
+def test_end_to_end_beside_another_model(tools: tuple[ModuleType, ...]) -> None:
+    lines, _, table = tools
+    one = {
+        "op": "end_to_end", "pass": "decode", "tokens": 8192, "ours_us": 500.0, "full_us": 501.0,
+        "transformers_us": 25000.0, "transformers_compiled": "cannot run: no", "label": "a label",
+        "parameters": {"cedar": 150000000}, **ABOUT,
+        "versions": {**ABOUT["versions"], "transformers": "5.17.0"},
+    }  # fmt: skip
+    assert lines.case(one) == {"pass": "decode", "tokens": 8192}
+    text = table.page([one])
+    assert "transformers 5.17.0, deepseek_v4: a label" in text
+    assert "| decode | 8,192 | 500 | 501 | 25,000 |  |" in text
+    assert "150M parameters in cedar" in text
+    assert "- end_to_end, transformers, compiled: cannot run: no" in text
+    assert "Nowhere" in text
 
 
 def test_a_goal_is_judged_by_its_worst_case(tools: tuple[ModuleType, ...]) -> None:

@@ -13,11 +13,14 @@ import contextlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.ops.measure import Sample, timed
+import torch
+from benchmarks.ops.measure import Sample, timed, timed_eager
+from torch import Tensor
 
-__all__ = ["VERSIONS", "Built", "Columns", "column", "versions"]
+__all__ = ["VERSIONS", "Built", "Columns", "backward_of", "column", "versions"]
 
 VERSIONS = {
     "sgl-flash-mla": "1.0.0",
@@ -25,6 +28,9 @@ VERSIONS = {
     "apache-tvm-ffi": "0.1.11",
     "flashinfer-python": "0.6.14",
     "liger-kernel": "0.8.5",
+    "fla-core": "0.6.0",
+    "tilelang": "0.1.9",
+    "tile-kernels": "1.0.0",
 }
 
 
@@ -51,8 +57,13 @@ class Columns:
         return Columns(self.others | other.others, self.more | other.more)
 
 
-def column(name: str, build: Callable[[], Built], bound: float = 1e-2) -> Columns:
-    """The column ``name``; a sentence if ``build`` fails or its error is above ``bound``."""
+def column(
+    name: str, build: Callable[[], Built], bound: float = 1e-2, *, graph: bool = True
+) -> Columns:
+    """The column ``name``; a sentence if ``build`` fails or its error is above ``bound``.
+
+    graph: replay its calls as a CUDA graph; else launch them one by one, gaps included.
+    """
     try:
         built = build()
     except Exception as problem:  # a peer may lack anything
@@ -61,7 +72,26 @@ def column(name: str, build: Callable[[], Built], bound: float = 1e-2) -> Column
     more = {f"{name}_error": built.error, f"{name}_bytes": round(built.bytes)}
     if not built.error <= bound:
         return Columns({name: f"not timed: error above {bound}"}, more)
-    return Columns({name: lambda: timed(built.calls, replays=12)}, more)
+    if graph:
+        return Columns({name: lambda: timed(built.calls, replays=12)}, more)
+    return Columns({name: lambda: timed_eager(built.calls, replays=12)}, more)
+
+
+def backward_of(
+    function: Callable[..., Any], leaves: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward pass of ``function(*leaves)`` alone, with its activations kept.
+
+    Its steps run on the stream of their forward steps, so those run on one that a graph can
+    record.
+    """
+    learned = [x.detach().requires_grad_() for x in leaves]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.enable_grad():
+        outputs = function(*learned)
+    torch.cuda.current_stream().wait_stream(stream)
+    return partial(torch.autograd.grad, outputs, learned, grads, retain_graph=True)
 
 
 def versions() -> dict[str, str]:

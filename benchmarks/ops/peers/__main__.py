@@ -15,9 +15,11 @@ from benchmarks.ops.peers import (
     Columns,
     compiled,
     deep_gemm,
+    fla,
     flash_mla,
     flashinfer,
     liger,
+    tile_kernels,
     versions,
 )
 from torch import Tensor
@@ -95,6 +97,33 @@ def mhc_liger() -> Columns:
     return liger.mhc([boundary(2048)], MHC)
 
 
+def mhc_tile() -> Columns:
+    return tile_kernels.mhc([boundary(2048)], MHC)
+
+
+def gradient_case(tokens: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    x, (y, _), _, p, weight = boundary(tokens)
+    return (x, y, *p, weight), (normal(tokens, 4, 5120).bfloat16(), normal(tokens, 5120).bfloat16())
+
+
+def mhc_tile_backward() -> Columns:
+    return tile_kernels.mhc_backward([gradient_case(2048)], MHC)
+
+
+def gate_tile() -> Columns:
+    gate = normal(128, 4, 5120).bfloat16(), normal(128, 4, 5120).bfloat16()
+    weights = normal(4, 5120).bfloat16(), normal(4, 5120).bfloat16()
+    return tile_kernels.engram_gate([(*gate, normal(128, 5120).bfloat16(), *weights)], 1e-20)
+
+
+def nsa(backward: bool = False) -> Columns:
+    chosen = torch.arange(2048, device="cuda").view(-1, 1) // fla.BLOCK - torch.arange(
+        7, -1, -1, device="cuda"
+    )
+    q, rows = normal(2048, 64, 128).bfloat16(), normal(2048, 128).bfloat16()
+    return fla.blocks(q, rows, chosen.clamp_min(-1), torch.randn_like(q) if backward else None)
+
+
 def mhc_compiled() -> Columns:
     case = boundary(2048)
     return compiled.compiled(lambda *c: plain_mhc.mhc_step(*c, **MHC), [case], 0)
@@ -105,6 +134,16 @@ def experts(tokens: int = 32) -> Columns:
     return deep_gemm.experts([chosen], 384, 5120, 2304)
 
 
+def experts_liger() -> Columns:
+    chosen = torch.rand(32, 16, device="cuda").topk(2, dim=1)
+    gate, down, up = (
+        (normal(16, *shape) / 64).bfloat16() for shape in ((2304, 5120), (5120, 2304), (2304, 5120))
+    )
+    return liger.experts(
+        [(normal(32, 5120).bfloat16(), chosen.indices, chosen.values)], gate, down, up
+    )
+
+
 CHECKS: dict[str, Callable[[], Columns]] = {
     "decode": decode,
     "prefill": prefill,
@@ -113,9 +152,15 @@ CHECKS: dict[str, Callable[[], Columns]] = {
     "top_k": top_k,
     "mhc": mhc,
     "mhc_liger": mhc_liger,
+    "mhc_tile": mhc_tile,
+    "mhc_tile_backward": mhc_tile_backward,
+    "gate_tile": gate_tile,
+    "nsa": nsa,
+    "nsa_backward": lambda: nsa(True),
     "mhc_compiled": mhc_compiled,
     "experts": experts,
     "experts_8192": lambda: experts(8192),
+    "experts_liger": experts_liger,
 }
 
 
@@ -136,5 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
+    with torch.no_grad():
         main()

@@ -7,19 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.ops.measure import relative_error
 from benchmarks.ops.peers import Built, Columns, column
 from benchmarks.ops.peers.deep_gemm import Scan, built_scan, prenorm
+from benchmarks.ops.peers.v4 import Boundary, boundary_error
 from torch import Tensor
 
 from cedar.ops.mhc import MhcMix, MhcParameters
-from cedar.ops.mhc import reference as plain
-from cedar.ops.norm.reference import rms_norm
 
 __all__ = ["mhc", "scan_top_k", "top_k"]
-
-Boundary = tuple[Tensor, tuple[Tensor, MhcMix], Tensor, MhcParameters, Tensor]
-FEW = 64  # tokens that are compared with float64
 
 
 def top_k(scores: Sequence[Tensor], k: int) -> Columns:
@@ -89,16 +84,7 @@ def _mhc(cases: Sequence[Boundary], settings: dict[str, Any]) -> Built:
         return x, MhcMix(post, post, comb), F.rms_norm(h, h.shape[1:], weight, norm_eps)
 
     calls = [partial(call, *case) for case in cases]
-    x, (y, mix), _, p, weight = cases[0]
-    wide = MhcMix(*(v[:FEW].double() for v in mix))
-    wanted = plain.mhc_expand(x[:FEW].double(), y[:FEW].double(), wide)
-    next_mix = plain.mhc_coefficients(wanted, *p, **settings)
-    h = rms_norm(plain.mhc_collapse(wanted, next_mix.pre_TC), weight, norm_eps)
-    found = calls[0]()
-    pairs = [
-        (found[0], wanted), (found[1].post_TC.flatten(1), next_mix.post_TC),
-        (found[1].comb_TCC, next_mix.comb_TCC), (found[2], h),
-    ]  # fmt: skip
-    error = max(relative_error(a[:FEW], b) for a, b in pairs)
+    x, (y, _), _, p, _ = cases[0]
     # Streams are read by update, product and collapse, and written once.
-    return Built(calls, error, 4 * x.nbytes + 2 * y.nbytes + p[0].nbytes)
+    moved = 4 * x.nbytes + 2 * y.nbytes + p[0].nbytes
+    return Built(calls, boundary_error(cases[0], calls[0](), settings), moved)

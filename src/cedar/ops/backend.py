@@ -49,7 +49,6 @@ from cedar.ops.rope import reference as rope
 from cedar.ops.route import Router
 from cedar.ops.route.reference import router
 from cedar.ops.select import (
-    SelectBlocks,
     SelectEntries,
     SelectPool,
     SelectScan,
@@ -100,7 +99,6 @@ class Ops:
     index_scan: IndexScan
     index_pool: IndexPool
     select_entries: SelectEntries
-    select_blocks: SelectBlocks
     select_scan: SelectScan
     select_pool: SelectPool
     sparse_attention: SparseAttention
@@ -147,7 +145,6 @@ _PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "index_scan": index_score.index_scan,
         "index_pool": index_score.index_pool,
         "select_entries": select.select_entries,
-        "select_blocks": select.select_blocks,
         "select_scan": select.select_scan,
         "select_pool": select.select_pool,
         "sparse_attention": sparse_attention.sparse_attention,

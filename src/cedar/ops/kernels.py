@@ -79,7 +79,6 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "index_scan": Kernel(index_score.index_scan, scores),
         "index_pool": Kernel(index_score.index_pool, scores),
         "select_entries": Kernel(select.select_entries, choose),
-        "select_blocks": Kernel(select.select_blocks, choose),
         "select_scan": Kernel(select.select_scan, choose + "; entries, their rows and blocks"),
         "select_pool": Kernel(select.select_pool, choose + "; entries and their rows"),
         "router": Kernel(route.router, "products, scores and choice in two launches"),

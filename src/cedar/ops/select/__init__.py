@@ -14,7 +14,6 @@ __all__ = [
     "Place",
     "PlaceEntries",
     "SelectBest",
-    "SelectBlocks",
     "SelectEntries",
     "SelectPool",
     "SelectScan",
@@ -55,21 +54,12 @@ class SelectEntries(Protocol):
     def __call__(self, scores_TS: Tensor, k: int, visible_T: Tensor | None = None) -> Tensor: ...
 
 
-class SelectBlocks(Protocol):
-    """``select_blocks(scores [T, S], visible [T], block, k) -> int64 [T, k]``.
-
-    Blocks of ``block`` consecutive columns scored by their maximum; the block of the newest
-    visible column (``visible − 1``) is always kept, blocks without a score above −∞ never are.
-    Ascending block numbers, padded with −1.
-    """
-
-    def __call__(self, scores_TS: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor: ...
-
-
 class SelectBest(Protocol):
     """``select_best(best [T, M], visible [T], block, k) -> int64 [T, k]``.
 
-    `SelectBlocks` from the blocks' maxima: only the ``⌈visible / block⌉`` first columns exist.
+    Blocks of ``block`` consecutive entries by the maximum of their scores. Only the
+    ``⌈visible / block⌉`` first exist; that of the newest visible entry (``visible − 1``) is always
+    kept, those without a score above −∞ never are. Ascending block numbers, padded with −1.
     """
 
     def __call__(self, best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor: ...

@@ -10,7 +10,6 @@ from cedar.ops.select import Chosen, Place
 __all__ = [
     "place",
     "select_best",
-    "select_blocks",
     "select_entries",
     "select_pool",
     "select_scan",
@@ -38,15 +37,11 @@ def select_entries(scores_TS: Tensor, k: int, visible_T: Tensor | None = None) -
     return out.scatter_(1, target, numbers)[:, :k]
 
 
-def select_blocks(scores_TS: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
-    padded = torch.nn.functional.pad(scores_TS, (0, -scores_TS.shape[1] % block), value=-torch.inf)
-    return _pinned(padded.unflatten(1, (-1, block)).amax(2), visible_T, block, k)
-
-
 def select_best(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
-    columns = torch.arange(best_TM.shape[1], device=best_TM.device) * block
-    behind = columns >= visible_T.unsqueeze(1)
-    return _pinned(best_TM.masked_fill(behind, -torch.inf), visible_T, block, k)
+    blocks = torch.arange(best_TM.shape[1], device=best_TM.device)
+    newest = (visible_T - 1).div(block, rounding_mode="floor").unsqueeze(1)
+    exists = best_TM.masked_fill(blocks > newest, -torch.inf)
+    return select_entries(exists.masked_fill(blocks == newest, torch.inf), k)
 
 
 def place(entries_TK: Tensor, where: Place) -> Tensor:
@@ -86,10 +81,3 @@ def select_pool(
 
 def _rows(entries_TK: Tensor, where: Place | None) -> Tensor | None:
     return None if where is None else place(entries_TK, where)
-
-
-def _pinned(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
-    """The best blocks, the one of the newest visible entry among them."""
-    newest = (visible_T - 1).div(block, rounding_mode="floor").unsqueeze(1)
-    pinned = torch.arange(best_TM.shape[1], device=best_TM.device) == newest
-    return select_entries(best_TM.masked_fill(pinned, torch.inf), k)

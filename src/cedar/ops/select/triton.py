@@ -36,7 +36,6 @@ __all__ = [
     "block_maxima",
     "place",
     "select_best",
-    "select_blocks",
     "select_entries",
     "select_pool",
     "select_scan",
@@ -179,14 +178,6 @@ def select_entries(scores_TS: Tensor, k: int, visible_T: Tensor | None = None) -
     return _launch(scores_TS, best, wide, k, visible_T).entries_TK
 
 
-def select_blocks(scores_TS: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
-    """`cedar.ops.select.SelectBlocks`; inputs it cannot take go to the reference."""
-    if unsupported(scores_TS, k) is not None:
-        return plain.select_blocks(scores_TS, visible_T, block, k)
-    best, wide = block_maxima(scores_TS, block)
-    return _launch(best, wide, None, k, visible_T, limited=False, block=block, pin=True).entries_TK
-
-
 def select_best(best_TM: Tensor, visible_T: Tensor, block: int, k: int) -> Tensor:
     """`cedar.ops.select.SelectBest`; inputs it cannot take go to the reference."""
     if unsupported(best_TM, k) is not None:
@@ -283,7 +274,6 @@ def _launch(
     k: int,
     visible_T: Tensor | None,
     *,
-    limited: bool = True,
     block: int = 1,
     pin: bool = False,
     where: Place | None = None,
@@ -293,8 +283,8 @@ def _launch(
 ) -> Chosen:
     """Select k of ``fine``'s columns; of ``middle``'s, the blocks of a scan, ``blocks`` as well.
 
-    middle, coarse: maxima of 8 columns each and of 8 of these. limited: only the columns that
-    ``visible`` counts exist (as blocks of ``block`` entries); pin: the newest is always kept.
+    middle, coarse: maxima of 8 columns each and of 8 of these. visible: only the columns that it
+    counts exist (as blocks of ``block`` entries); pin: the newest is always kept.
     pool: columns are the entries of these blocks of 8.
     """
     count, width = fine_TS.shape
@@ -325,7 +315,7 @@ def _launch(
         where.sequence_T if where else None, rows, pool.stride(0) if pool is not None else 0,
         where.table.stride(0) if where else 0, k, kept, blocks, blocks,
         START=start, SLOTS=slots, STEPS=steps, FAN=_FAN,
-        LIMITED=limited and visible_T is not None, BLOCK=block, PIN=pin,
+        LIMITED=visible_T is not None, BLOCK=block, PIN=pin,
         PER_PAGE=where.per_page if where else 0, POOL=_FAN if pool is not None else 0,
         BLOCKS_START=other_start, BLOCKS_SLOTS=other_slots, BLOCKS_STEPS=other_steps, NOTES=size,
         EVEN=all(x.stride(0) % 16 == 0 for x in (fine_TS, middle, coarse)), COMPILED=_COMPILED,
