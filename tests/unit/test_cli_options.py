@@ -140,6 +140,8 @@ class TestEngine:
             (EngineOptions(token_budget=0, max_draft=-1), "token_budget is 0.* max_draft is -1"),
             (EngineOptions(disk_cache=Path("x"), replay="off"), "disk_cache needs the prefix"),
             (EngineOptions(disk_cache=Path("x"), prefix_cache=False), "--no-prefix-cache"),
+            (EngineOptions(batch_invariant=True, decoding="host"), "passes of one size"),
+            (EngineOptions(batch_invariant=True, disk_cache=Path("x")), "batch_invariant excludes"),
         ],
     )
     def test_mistakes_are_found_before_a_weight_is_read(
