@@ -47,7 +47,7 @@ _ENDINGS = ("_us", "_error", "_bytes")
 
 
 def read(folder: Path = RESULTS) -> list[Line]:
-    """Lines in force: of one case the last, files in the order of their names.
+    """Lines in force: of one case the last, in the place of the first; files by their names.
 
     A run has only some libraries beside it. Columns that it lacks stay in force from the lines
     before: ``kept`` then says of which commit.
@@ -58,7 +58,7 @@ def read(folder: Path = RESULTS) -> list[Line]:
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             key = json.dumps([line["op"], case(line)], sort_keys=True)
-            old = found.pop(key, None)
+            old = found.get(key)
             found[key] = line if old is None else kept(old, line)
     return list(found.values())
 

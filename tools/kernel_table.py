@@ -168,6 +168,7 @@ def table(op: str, lines: list[Line]) -> str:
     ]
     others = list(dict.fromkeys(name for line in lines for name in beside(line)))
     counts = [k for k in ("kernels_per_reuse_layer", "launches") if any(k in x for x in lines)]
+    several = len({line["commit"] for line in lines}) > 1
     rows = []
     for line, each in zip(lines, cases, strict=True):
         known = peers(line)
@@ -186,11 +187,12 @@ def table(op: str, lines: list[Line]) -> str:
                 *(us(beside(line).get(name)) for name in others),
                 *(str(line.get(key, "")) for key in counts),
                 f"{line['error']:.1e}" if "error" in line else "",
+                line["commit"][:7] if several else "",
             ]
         )
     head = [
         *keys, "floor", "ours", "R", "spread", "best peer", "plain PyTorch",
-        *(BESIDE.get(name, words(name)) for name in others), *map(words, counts), "error",
+        *(BESIDE.get(name, words(name)) for name in others), *map(words, counts), "error", "commit",
     ]  # fmt: skip
     used = [n for n, name in enumerate(head) if any(row[n] for row in rows) or name == "best peer"]
     text = markdown([head[n] for n in used], [[row[n] for n in used] for row in rows])

@@ -42,8 +42,8 @@ def test_of_one_case_the_last_line_counts(tools: tuple[ModuleType, ...], tmp_pat
         text = "\n".join(map(json.dumps, some))
         (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
     found = lines.read(tmp_path)
-    assert [x["ours_us"] for x in found] == [8.0, 4.0, 5.0]
-    assert lines.case(found[1]) == {"tokens": 1}
+    assert [x["ours_us"] for x in found] == [4.0, 8.0, 5.0]
+    assert lines.case(found[0]) == {"tokens": 1}
 
 
 def test_what_a_run_lacks_stays_in_force(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
