@@ -13,7 +13,7 @@ from cedar.quant import FP4_ROW
 
 __all__ = ["index_pool", "index_prefill", "index_scan", "index_score", "index_score_rows"]
 
-_PRODUCTS = 2**23  # of all heads that are held at a time
+_PRODUCTS = {"cpu": 2**23, "cuda": 2**28}  # of all heads that are held at a time
 
 
 def index_score(q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor) -> Tensor:
@@ -27,7 +27,8 @@ def index_score_rows(q_TIJ: Tensor, w_TI: Tensor, keys_RJ: Tensor, rows_TM: Tens
 def index_prefill(
     q_TIJ: Tensor, w_TI: Tensor, keys_SJ: Tensor, visible_T: Tensor, *, block: int = 0
 ) -> Scan:
-    at_once = max(1, _PRODUCTS // max(q_TIJ.shape[1] * len(keys_SJ), 1))
+    held = _PRODUCTS.get(q_TIJ.device.type, 2**23)
+    at_once = max(1, held // max(q_TIJ.shape[1] * len(keys_SJ), 1))
     parts = zip(q_TIJ.split(at_once), w_TI.split(at_once), strict=True)
     scores = torch.cat([index_score(q, w, keys_SJ) for q, w in parts])
     hidden = torch.arange(len(keys_SJ), device=scores.device) >= visible_T.unsqueeze(1)
