@@ -7,8 +7,6 @@ imported (no clamp, routing weight after the last product, reads a size on the h
 PyTorch. Launched one by one as training does, gaps included.
 """
 
-import importlib
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +20,7 @@ from benchmarks.ops.measure import (
     relative_error,
     timed_eager,
 )
+from benchmarks.ops.peers import liger
 from torch import Tensor
 
 from cedar.ops.experts import reference as plain
@@ -120,16 +119,15 @@ def measured(function: Callable[[Tensor, Values], Tensor], chosen: Tensor, value
     return [forward, timed_eager([back], replays)]
 
 
-def liger(chosen: Tensor, values: Values, grad: Tensor) -> list[Sample]:
-    """As `measured`. With one fixed set of tile sizes, its own way around minutes of tuning."""
-    os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
-    module = importlib.import_module("liger_kernel.ops.fused_moe")
+def liger_experts(chosen: Tensor, values: Values, grad: Tensor) -> list[Sample]:
+    """As `measured`."""
+    apply = liger.fused_experts()
     x, routing, w1, w2, w3 = values
     chosen = chosen.int()
 
     def call(chosen: Tensor, values: Values) -> Tensor:
         x, routing, both, w2 = values
-        return module.LigerFusedMoEFunction.apply(x, both, w2, chosen, routing)
+        return apply(x, both, w2, chosen, routing)
 
     return measured(call, chosen, (x, routing, torch.cat((w1, w3), 1), w2), grad)
 
@@ -158,7 +156,7 @@ def lines(shape: tuple[int, ...]) -> None:
     columns = {
         "ours": measured(ours, chosen, values, grad),
         "grouped_mm": attempt(lambda: measured(grouped, chosen, values, grad)),
-        "liger": attempt(lambda: liger(chosen, values, grad)),
+        "liger": attempt(lambda: liger_experts(chosen, values, grad)),
         "pytorch": loop,
     }
     flop = 6 * tokens * active * dim * inner

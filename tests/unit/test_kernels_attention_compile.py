@@ -26,7 +26,7 @@ from triton_compile import Compiled, recorded  # noqa: E402
 @pytest.fixture(autouse=True)
 def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of which only the number of multiprocessors is asked."""
-    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -30,7 +30,7 @@ Inputs = tuple[Tensor, tuple[Rows, ...], Tensor]
 @pytest.fixture(autouse=True)
 def eight_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of which only the number of multiprocessors is asked."""
-    monkeypatch.setattr(prefill, "_multiprocessors", lambda device: 8)
+    monkeypatch.setattr(prefill, "multiprocessors", lambda device: 8)
 
 
 def inputs(heads: int, width: int, slots: tuple[int, ...], dtype: torch.dtype) -> Inputs:

@@ -23,7 +23,7 @@ from torch import Tensor
 from cedar.ops.mhc import MhcMix
 from cedar.ops.mhc import reference as plain
 
-__all__ = ["experts", "mhc", "mhc_backward"]
+__all__ = ["experts", "fused_experts", "mhc", "mhc_backward"]
 
 Case = tuple[Tensor, Tensor, Tensor]
 Values = tuple[Tensor, ...]
@@ -48,11 +48,19 @@ def mhc_backward(
 
 
 def experts(cases: Sequence[Case], gate: Tensor, down: Tensor, up: Tensor) -> Columns:
-    """Column ``liger_moe``: cases of (x, experts, weights), and bfloat16 weights.
+    """Column ``liger_moe``: cases of (x, experts, weights), and bfloat16 weights."""
+    return column("liger_moe", partial(_experts, cases, gate, down, up), graph=False)
+
+
+def fused_experts() -> Callable[..., Tensor]:
+    """Its function of x, gate and up weights in one, down weights, choices and routing weights.
 
     With one fixed set of tile sizes, its own way around a tuning that takes minutes.
     """
-    return column("liger_moe", partial(_experts, cases, gate, down, up), graph=False)
+    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
+    module: Any = importlib.import_module("liger_kernel.ops.fused_moe")
+    apply: Callable[..., Tensor] = module.LigerFusedMoEFunction.apply
+    return apply
 
 
 def _mhc(cases: Sequence[Boundary], settings: dict[str, Any]) -> Built:
@@ -148,13 +156,8 @@ def _gradients(values: Values, grads: Values, settings: dict[str, Any]) -> Calla
 
 
 def _experts(cases: Sequence[Case], gate: Tensor, down: Tensor, up: Tensor) -> Built:
-    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
-    module: Any = importlib.import_module("liger_kernel.ops.fused_moe")
-    both = torch.cat((gate, up), dim=1)
-    calls = [
-        partial(module.LigerFusedMoEFunction.apply, x, both, down, chosen.int(), weights)
-        for x, chosen, weights in cases
-    ]
+    apply, both = fused_experts(), torch.cat((gate, up), dim=1)
+    calls = [partial(apply, x, both, down, chosen.int(), weights) for x, chosen, weights in cases]
     x, chosen, weights = cases[0]
     want = []
     for token, experts, shares in zip(x[:2].double(), chosen.tolist(), weights, strict=False):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cedar.ops.cast.triton import cast
+from cedar.ops.devices import is_hopper
 from cedar.ops.experts import Shared, reference
 from cedar.ops.linear.reference import linear
 from cedar.quant import FP4_ROW, FP8_BLOCK, FP8_ROW, BlockFormat, QuantTensor
@@ -95,7 +96,7 @@ def _on_hopper(x_TD: Tensor, weights: Three) -> bool:
         x_TD.dtype == torch.bfloat16
         and weights[0].shape[-1] % _WIDTH == 0
         and weights[1].shape[-1] % _WIDTH == 0
-        and torch.cuda.get_device_capability(x_TD.device) == (9, 0)
+        and is_hopper(x_TD.device)
     )
 
 

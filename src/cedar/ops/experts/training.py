@@ -12,7 +12,6 @@ FLOP: ``6 T A D F`` forward, ``12 T A D F`` backward. Bytes: bfloat16 weights ``
 twice that backward; rows ``T A (10 D + 8 F)`` forward, ``T A (12 D + 20 F)`` backward.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cedar.ops.cast.triton import cast
+from cedar.ops.devices import is_hopper, multiprocessors
 from cedar.ops.experts import Shared, packed
 from cedar.ops.experts import training_triton as products
 from cedar.ops.experts.training_plan import VisitPlan, gather_rows, plan_visits, sum_visits
@@ -87,8 +87,7 @@ def taken(x_TD: Tensor, weights: Weights, input_format: BlockFormat | None) -> b
     whole = 8 if input_format is None else FP8_ROW.cols
     return (
         x_TD.dtype == torch.bfloat16
-        and x_TD.is_cuda
-        and torch.cuda.get_device_capability(x_TD.device) == (9, 0)
+        and is_hopper(x_TD.device)
         and len(x_TD) > 0
         and input_format in (None, FP8_ROW)
         and not any(size % whole for size in sizes)
@@ -126,13 +125,6 @@ def dense_experts(
 def tiling(dim: int, inner: int) -> Tiling:
     """For the products of experts of this shape."""
     return SMALL if min(dim, inner) <= _SHORT else LARGE
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Experts(torch.autograd.Function):
@@ -211,7 +203,7 @@ def weight_gradients(
     by_hand: with the program for Hopper; None: if experts have many rows.
     """
     num_experts, m, n = len(first_E1) - 1, left[0].shape[1], right.shape[1]
-    programs = _multiprocessors(right.device)
+    programs = multiprocessors(right.device)
     if by_hand is None:
         many = len(right) >= _MANY * num_experts
         by_hand = hopper is not None and right.is_cuda and many

@@ -24,6 +24,7 @@ from cedar.ops.index_score.hopper_product import (
     load_query,
     operands,
 )
+from cedar.ops.index_score.hopper_tiles import column_numbers, maxima_of, row_numbers
 
 __all__ = ["pool", "scan"]
 
@@ -93,26 +94,9 @@ def _copy_all(raw, most, rest, ring, line):
 
 
 @gluon.jit
-def _rows(value):
-    return gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
-
-
-@gluon.jit
-def _columns(value):
-    return gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
-
-
-@gluon.jit
-def _maxima(score, SIZE: gl.constexpr):
-    """Of ``SIZE`` rows each, within a warp."""
-    COUNT: gl.constexpr = score.shape[0] // SIZE
-    return gl.max(gl.reshape(score, [COUNT, SIZE, score.shape[1]]), 1)
-
-
-@gluon.jit
 def _leave(out, stride, value, place, there, start, stop, Q: gl.constexpr):
     """Store ``value``'s columns to the rows of ``out`` of the tokens from ``start`` to ``stop``."""
-    column = _columns(value)
+    column = column_numbers(value)
     asked = (start + column < stop) & (column < Q)
     gl.store(
         gl.expand_dims(out + (start + column) * stride, 0) + gl.expand_dims(place, 1),
@@ -175,31 +159,31 @@ def _leave_part(
     Q: gl.constexpr,
 ):  # fmt: skip
     """Store scores ``[64, 8]`` of several queries and maxima of blocks; return those of 16."""
-    row = _rows(total)
+    row = row_numbers(total)
     here = (chunk * 4 + row // 16) * 64 + part * 16 + row % 16
     hidden = gl.expand_dims(here, 1) >= gl.expand_dims(seen, 0)
     score = gl.where(hidden, float("-inf"), total).to(gl.bfloat16)
     _leave(out, out_stride, score, here, here < longest, start, stop, Q)
-    most = _maxima(score.to(gl.float32), 8)
-    row = _rows(most)
+    most = maxima_of(score.to(gl.float32), 8)
+    row = row_numbers(most)
     here = (chunk * 4 + row // 2) * 8 + part * 2 + row % 2
     _leave(best, best_stride, most, here, here * 8 < longest, start, stop, Q)
-    return _maxima(most, 2)
+    return maxima_of(most, 2)
 
 
 @gluon.jit
 def _leave_one(total, chunk, out, best, wide, longest):
     """Store the scores of one query, each part of a chunk in two columns, and all maxima."""
     score, _ = gl.split(gl.reshape(total, [KEYS, 4, 2]))
-    row, part = gl.expand_dims(_rows(score), 1), gl.expand_dims(_columns(score), 0)
+    row, part = gl.expand_dims(row_numbers(score), 1), gl.expand_dims(column_numbers(score), 0)
     here = (chunk * 4 + row // 16) * 64 + part * 16 + row % 16
     score = gl.where(here >= longest, float("-inf"), score).to(gl.bfloat16)
     gl.store(out + here, score, mask=here < longest)
-    most = _maxima(score.to(gl.float32), 8)
-    row, part = gl.expand_dims(_rows(most), 1), gl.expand_dims(_columns(most), 0)
+    most = maxima_of(score.to(gl.float32), 8)
+    row, part = gl.expand_dims(row_numbers(most), 1), gl.expand_dims(column_numbers(most), 0)
     here = (chunk * 4 + row // 2) * 8 + part * 2 + row % 2
     gl.store(best + here, most.to(gl.bfloat16), mask=here * 8 < longest)
-    most = gl.max(_maxima(most, 2), 1)
+    most = gl.max(maxima_of(most, 2), 1)
     here = chunk * 4 + gl.arange(0, 4, layout=most.type.layout)
     gl.store(wide + here, most.to(gl.bfloat16), mask=here * 64 < longest)
 
@@ -284,7 +268,7 @@ def scan(
         if Q == 1:
             _leave_one(total, chunk, out, best, wide, longest)
         else:
-            here = chunk * 4 + _rows(group)
+            here = chunk * 4 + row_numbers(group)
             _leave(wide, wide_stride, group, here, here * 64 < longest, start, stop, Q)
 
 
@@ -351,11 +335,11 @@ def pool(
         dot = dots(operands(codes), block_scales(scales), queries, 0, True)
         total = add_heads(dot, weights, 0, gl.zeros([KEYS, 8], gl.float32, SUM), 0, 8)
         total, _ = gl.split(gl.reshape(total, [KEYS, 4, 2]))
-        here = tile * KEYS + _rows(total)
+        here = tile * KEYS + row_numbers(total)
         block = gl.load(blocks + here // 8, mask=here < count * 8, other=-1).to(gl.int32)
         there = (block >= 0) & (block * 8 + here % 8 < seen)
         score = gl.where(gl.expand_dims(there, 1), total, float("-inf")).to(gl.bfloat16)
         _leave(out, out_stride, score, here, here < count * 8, t, t + 1, 1)
-        most_of = _maxima(score.to(gl.float32), 8)
-        here = tile * 8 + _rows(most_of)
+        most_of = maxima_of(score.to(gl.float32), 8)
+        here = tile * 8 + row_numbers(most_of)
         _leave(best, best_stride, most_of, here, here < count, t, t + 1, 1)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.ops.aligned import aligned_rows
+from cedar.ops.devices import is_hopper
 from cedar.ops.index_score import Scan
 from cedar.ops.index_score import reference as plain
 
@@ -176,4 +177,4 @@ def _fits_hopper(q_TIJ: Tensor, keys_SJ: Tensor, block: int) -> bool:
         return False
     if any(x.stride(0) % 8 or x.data_ptr() % 16 for x in (q_TIJ, keys_SJ)):
         return False
-    return torch.cuda.get_device_capability(q_TIJ.device) == (9, 0)
+    return is_hopper(q_TIJ.device)

@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cedar.ops.index_score.hopper_tiles import column_numbers, maxima_of, row_numbers
+
 __all__ = ["CHUNK", "QUERIES", "WARPS", "prefill"]
 
 WARPS = gl.constexpr(8)
@@ -150,30 +152,14 @@ def _add_heads(dot, weight, totals, QUERY: gl.constexpr):
 
 
 @gluon.jit
-def _rows(value):
-    return gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
-
-
-@gluon.jit
-def _columns(value):
-    return gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
-
-
-@gluon.jit
 def _leave(out, stride, value, place, width, left):
     """Store ``value``'s columns to rows of ``out``, as long as there are tokens ``left``."""
-    token = _columns(value)
+    token = column_numbers(value)
     gl.store(
         out + (gl.expand_dims(token * stride, 0) + gl.expand_dims(place, 1)),
         value.to(gl.bfloat16),
         mask=gl.expand_dims(place < width, 1) & gl.expand_dims(token < left, 0),
     )
-
-
-@gluon.jit
-def _maxima(value, SIZE: gl.constexpr):
-    """Maxima of ``SIZE`` neighbouring rows, within a warp each."""
-    return gl.max(gl.reshape(value, [value.shape[0] // SIZE, SIZE, value.shape[1]]), 1)
 
 
 @gluon.jit
@@ -185,17 +171,17 @@ def _finish(
 
     Rounding keeps order, so maxima are taken before it.
     """
-    here = _entry(tile, _rows(total), split, splits, _KEYS)
+    here = _entry(tile, row_numbers(total), split, splits, _KEYS)
     score = gl.where(gl.expand_dims(here, 1) < gl.expand_dims(seen, 0), total, float("-inf"))
     _leave(out, out_stride, score, here, entries, left)
     if BLOCK > 0:
-        most = _maxima(score, BLOCK)
-        here = _entry(tile, _rows(most), split, splits, most.shape[0]) // BLOCK
+        most = maxima_of(score, BLOCK)
+        here = _entry(tile, row_numbers(most), split, splits, most.shape[0]) // BLOCK
         _leave(best, best_stride, most, here, gl.cdiv(entries, BLOCK), left)
-        high = _maxima(most, 16 // BLOCK)
+        high = maxima_of(most, 16 // BLOCK)
         group = gl.where(tile % _PARTS == 0, high, gl.maximum(group, high))
         if tile % _PARTS == _PARTS - 1:
-            place = _entry(tile, _rows(group), split, splits, WARPS) // _WIDE
+            place = _entry(tile, row_numbers(group), split, splits, WARPS) // _WIDE
             _leave(wide, wide_stride, group, place, gl.cdiv(entries, _WIDE), left)
     return group
 
@@ -245,7 +231,7 @@ def prefill(
     token = gl.arange(0, 8, layout=gl.SliceLayout(0, _SUM))
     low_seen = gl.load(visible + token, mask=token < left, other=0).to(gl.int32)
     high_seen = gl.load(visible + token + 8, mask=token + 8 < left, other=0).to(gl.int32)
-    low_group = _maxima(_maxima(gl.zeros([_KEYS, 8], gl.float32, _SUM), 8), 2)
+    low_group = maxima_of(maxima_of(gl.zeros([_KEYS, 8], gl.float32, _SUM), 8), 2)
     high_group = low_group
     none = gl.zeros([_KEYS, 8], gl.float32, _SUM)
     held = _load_keys(keys, key_stride, entries, 0, split, splits)

@@ -28,7 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.ops.aligned import aligned_rows
 from cedar.ops.dependent_launch import dependent
+from cedar.ops.devices import is_hopper
 from cedar.ops.index_score import PagedKeys, Scan
 from cedar.ops.index_score import reference as plain
 from cedar.ops.packed import row_width
@@ -198,11 +200,11 @@ def index_scan(
             q_TIJ, w_TI, keys, visible_T, capacity=capacity, queries=queries, block=block
         )
     count, heads, width = q_TIJ.shape
-    scores = _rows(q_TIJ, capacity)
+    scores = aligned_rows(count, capacity, q_TIJ)
     best = wide = scores  # nothing is written to them without a block
     if block:
-        best = _rows(q_TIJ, triton.cdiv(capacity, block))
-        wide = _rows(q_TIJ, triton.cdiv(capacity, block * _FAN))
+        best = aligned_rows(count, triton.cdiv(capacity, block), q_TIJ)
+        wide = aligned_rows(count, triton.cdiv(capacity, block * _FAN), q_TIJ)
     found = Scan(scores, best, wide, block) if block else Scan(scores)
     if not count or not capacity:
         return found
@@ -248,7 +250,7 @@ def index_pool(
     count, heads, width = q_TIJ.shape
     members = blocks_TM.shape[1]
     size = members * block
-    scores, best = _rows(q_TIJ, size), _rows(q_TIJ, members)
+    scores, best = (aligned_rows(count, n, q_TIJ) for n in (size, members))
     if not scores.numel():
         return scores, best
     if by_hand if by_hand is not None else _fits_hopper(q_TIJ, keys, block):
@@ -273,12 +275,6 @@ def index_pool(
     return scores, best
 
 
-def _rows(q_TIJ: Tensor, width: int) -> Tensor:
-    """``[T, width]``; every row begins where vectors may be read from on."""
-    held = torch.empty((len(q_TIJ), -(-width // 16) * 16), dtype=q_TIJ.dtype, device=q_TIJ.device)
-    return held[:, :width]
-
-
 def _fits_hopper(q_TIJ: Tensor, keys: PagedKeys, block: int) -> bool:
     """Whether the hand-written kernels take these inputs: their one shape."""
     shape = q_TIJ.dtype is torch.bfloat16 and q_TIJ.shape[1:] == (32, 128)
@@ -286,7 +282,7 @@ def _fits_hopper(q_TIJ: Tensor, keys: PagedKeys, block: int) -> bool:
         return False
     if hopper is None or not q_TIJ.is_cuda or keys.raw.data_ptr() % 16:
         return False
-    return torch.cuda.get_device_capability(q_TIJ.device) == (9, 0)
+    return is_hopper(q_TIJ.device)
 
 
 def _fast(q_TIJ: Tensor, keys: PagedKeys) -> bool:

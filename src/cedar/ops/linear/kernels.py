@@ -5,13 +5,12 @@ that it does not take: `cedar.ops.linear.triton`. Many tokens: packed weights ar
 type of the input in one launch, and PyTorch multiplies.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.ops.cast.triton import cast
+from cedar.ops.devices import is_hopper
 from cedar.ops.linear import reference as plain
 from cedar.ops.linear import triton as portable
 from cedar.ops.norm.triton import rms_norm
@@ -113,7 +112,7 @@ class LinearKernels:
     def _both(self, o_TGK: Tensor, first: Weight, second: Weight) -> Tensor | None:
         """Two launches, each with many tokens; None where that does not serve."""
         tokens, groups, _ = o_TGK.shape
-        if hopper is None or not 0 < tokens <= _CHAINED or not _is_hopper(o_TGK.device):
+        if hopper is None or not 0 < tokens <= _CHAINED or not is_hopper(o_TGK.device):
             return None
         if not isinstance(first, QuantTensor) or not isinstance(second, QuantTensor):
             return None
@@ -153,7 +152,7 @@ class LinearKernels:
         groups: int = 1,
     ) -> tuple[Tensor, ...] | None:
         """By the kernel for Hopper, all weights in one launch; None where it does not serve."""
-        if hopper is None or not 0 < len(rows) <= _FEW or not _is_hopper(rows.device):
+        if hopper is None or not 0 < len(rows) <= _FEW or not is_hopper(rows.device):
             return None
         plan = hopper.choose(rows, weights, norm, groups)
         if plan is None:
@@ -200,8 +199,3 @@ def _product(rows: Tensor, weight: Weight) -> Tensor:
 
 def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return portable.dense(weight, dtype) if isinstance(weight, QuantTensor) else weight.to(dtype)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -29,9 +29,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from cedar.ops.devices import is_hopper, multiprocessors
 from cedar.ops.mhc import MhcMix, MhcParameters
 from cedar.ops.mhc.hopper_finish import RING, ROWS, finish_tiles
 from cedar.ops.mhc.hopper_slice import slice_tiles
+from cedar.ops.mhc.hopper_words import tensors
 
 __all__ = ["Persistent", "step"]
 
@@ -79,7 +81,7 @@ class Persistent:
             and norm_weight.dtype is torch.bfloat16
             and norm_weight.is_contiguous()
             and x_TCD.shape[2] % _CHANNELS == 0
-            and _is_hopper(x_TCD.device)
+            and (x_TCD.is_meta or is_hopper(x_TCD.device))  # or compiled for one
             and _groups(x_TCD.device, x_TCD.shape[2] // _CHANNELS)[0] > 0
         )
 
@@ -107,14 +109,11 @@ class Persistent:
         count, _, width = x_TCD.shape
         slices = width // _CHANNELS
         groups, finish = _groups(x_TCD.device, slices)
-        y, old = update if update is not None else (None, MhcMix(pre_TC, pre_TC, pre_TC))
         step[(groups * (slices + finish),)](
-            _words(x_TCD), None if y is None else _words(y.contiguous()),
-            old.comb_TCC.contiguous(), old.post_TC.contiguous(), pre_TC.contiguous(),
-            parameters.fn, parameters.base, parameters.scale, _words(norm_weight), _words(x_out),
-            mix.pre_TC, mix.post_TC, mix.comb_TCC, _words(h_TD), *(keep or (None, None)),
-            *self._buffers(x_TCD.device, groups, slices), count, norm_eps, hc_eps,
-            D=width, CH=_CHANNELS, GROUPS=groups, FINISH=finish, UPDATE=y is not None,
+            *tensors(x_TCD, update, pre_TC, parameters, norm_weight, x_out, mix, h_TD),
+            *(keep or (None, None)), *self._buffers(x_TCD.device, groups, slices), count,
+            norm_eps, hc_eps,
+            D=width, CH=_CHANNELS, GROUPS=groups, FINISH=finish, UPDATE=update is not None,
             KEEP=keep is not None, ITERATIONS=sinkhorn_iters, num_warps=4,
         )  # fmt: skip
 
@@ -134,22 +133,9 @@ class Persistent:
         return held
 
 
-def _words(values: Tensor) -> Tensor:
-    return values.view(torch.int32)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    if device.type == "meta":
-        return True  # compiled for one
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 @functools.cache
 def _groups(device: torch.device, slices: int) -> tuple[int, int]:
     """Groups of slice programs, and finish programs of each, two on a multiprocessor."""
-    programs = 132  # multiprocessors
-    if device.type == "cuda":
-        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = multiprocessors(device)
     finish = 8 if slices >= 64 else 4 if slices >= 32 else 2 if slices >= 16 else 1
     return 2 * programs // (slices + finish), finish

@@ -28,14 +28,14 @@ two fit on a multiprocessor, and one launch at a time.
 # mypy: ignore-errors
 # ruff: noqa: RUF005 (the compiler of kernels knows sums of tuples, no unpacking)
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from cedar.ops.devices import is_hopper
 from cedar.ops.mhc import MhcMix, MhcParameters
+from cedar.ops.mhc.hopper_words import high_of, low_of, tensors, word_of
 from cedar.ops.mhc.sinkhorn_triton import sinkhorn
 
 __all__ = ["Few", "few"]
@@ -98,24 +98,6 @@ def _near(slices):
 @gluon.constexpr_function
 def _rates_layout(near):
     return gl.BlockedLayout([1, 1, max(near // 4, 1)], [1, 8, 4], [4, 1, 1], [2, 1, 0])
-
-
-@gluon.jit
-def _low(word):
-    return (word << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _high(word):
-    return (word & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _word(low, high):
-    """Two float32 to bfloat16 in a word."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -206,8 +188,8 @@ def _lines(fn, first, ROWS: gl.constexpr, D: gl.constexpr):
 def _parts(values, ROWS: gl.constexpr):
     """The words of both bfloat16 parts."""
     even, odd = gl.split(gl.reshape(values, [4, 4, ROWS, 16, 2]))
-    high = _word(even, odd)
-    return high, _word(even - _low(high), odd - _high(high))
+    high = word_of(even, odd)
+    return high, word_of(even - low_of(high), odd - high_of(high))
 
 
 @gluon.jit
@@ -239,11 +221,11 @@ def _mixed(words, w, i: gl.constexpr):
     c0, c1 = w[8 + i][:, None][None, :, :], w[12 + i][:, None][None, :, :]
     c2, c3 = w[16 + i][:, None][None, :, :], w[20 + i][:, None][None, :, :]
     new = w[4 + i][:, None][None, :, :]
-    low = c0 * _low(words[0]) + c1 * _low(words[1])
-    low = low + c2 * _low(words[2]) + c3 * _low(words[3])
-    high = c0 * _high(words[0]) + c1 * _high(words[1])
-    high = high + c2 * _high(words[2]) + c3 * _high(words[3])
-    return _word(new * _low(words[4]) + low, new * _high(words[4]) + high)
+    low = c0 * low_of(words[0]) + c1 * low_of(words[1])
+    low = low + c2 * low_of(words[2]) + c3 * low_of(words[3])
+    high = c0 * high_of(words[0]) + c1 * high_of(words[1])
+    high = high + c2 * high_of(words[2]) + c3 * high_of(words[3])
+    return word_of(new * low_of(words[4]) + low, new * high_of(words[4]) + high)
 
 
 @gluon.jit
@@ -358,7 +340,7 @@ def few(
             else:
                 stream = words[i]
             streams = streams + (stream,)
-            a, b = _low(stream), _high(stream)
+            a, b = low_of(stream), high_of(stream)
             square = square + a * a
             square = square + b * b
             gate = w[i][:, None][None, :, :]
@@ -366,8 +348,8 @@ def few(
                 low, high = gate * a, gate * b
             else:
                 low, high = low + gate * a, high + gate * b
-        collapsed = _word(low, high)
-        a, b = _low(collapsed), _high(collapsed)
+        collapsed = word_of(low, high)
+        a, b = low_of(collapsed), high_of(collapsed)
         inner = none + a * a + b * b
         for i in gl.static_range(4):
             lefts = ()
@@ -384,10 +366,10 @@ def few(
         warp = gl.arange(0, 4, layout=gl.SliceLayout(1, _HERE))[:, None]
         here = warp * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, _HERE))[None, :]
         scaled = gl.load(weight + column + here)[:, None, :]
-        low = _low(scaled) * (_low(collapsed) * rate)
-        high = _high(scaled) * (_high(collapsed) * rate)
+        low = low_of(scaled) * (low_of(collapsed) * rate)
+        high = high_of(scaled) * (high_of(collapsed) * rate)
         target = _place(h + (tile.to(gl.int64) * (4 * D) + column), D // 2)
-        gl.store(target, _word(low, high), mask=inside)
+        gl.store(target, word_of(low, high), mask=inside)
     elif own - SLICES < left:
         held = gl.allocate_shared_memory(gl.float32, [_COLUMNS], _LIST)
         token = own - SLICES
@@ -424,7 +406,7 @@ class Few:
             and norm_weight.is_contiguous()
             and width % _CHANNELS == 0
             and width <= _WIDEST
-            and _is_hopper(x_TCD.device)
+            and is_hopper(x_TCD.device)
         )
 
     def launch(
@@ -444,14 +426,10 @@ class Few:
     ) -> None:
         """Run the kernel."""
         count, _, width = x_TCD.shape
-        y, old = update if update is not None else (None, MhcMix(pre_TC, pre_TC, pre_TC))
         few[(-(-count // 8) * (width // _CHANNELS + 8),)](
-            _words(x_TCD), None if y is None else _words(y.contiguous()),
-            old.comb_TCC.contiguous(), old.post_TC.contiguous(), pre_TC.contiguous(),
-            parameters.fn, parameters.base, parameters.scale, _words(norm_weight), _words(x_out),
-            mix.pre_TC, mix.post_TC, mix.comb_TCC, _words(h_TD),
+            *tensors(x_TCD, update, pre_TC, parameters, norm_weight, x_out, mix, h_TD),
             *self._buffers(x_TCD.device, width // _CHANNELS), count, norm_eps, hc_eps,
-            D=width, UPDATE=y is not None, ITERATIONS=sinkhorn_iters, num_warps=4,
+            D=width, UPDATE=update is not None, ITERATIONS=sinkhorn_iters, num_warps=4,
         )  # fmt: skip
 
     def _buffers(self, device: torch.device, slices: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -467,12 +445,3 @@ class Few:
             )
             self._held[device, slices] = held
         return held
-
-
-def _words(values: Tensor) -> Tensor:
-    return values.view(torch.int32)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

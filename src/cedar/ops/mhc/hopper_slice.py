@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cedar.ops.mhc.hopper_finish import LIST, PLAIN, RING, ROWS, barrier, part_place
+from cedar.ops.mhc.hopper_words import high_of, low_of, word_of
 
 __all__ = ["slice_tiles"]
 
@@ -51,24 +52,6 @@ _WAIT = gl.constexpr(
     }
     """
 )
-
-
-@gluon.jit
-def _low(word):
-    return (word << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _high(word):
-    return (word & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _word(low, high):
-    """Two float32 to bfloat16 in a word."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -159,9 +142,9 @@ def _write_normed(
         )
         rate = rate.to(gl.float32, bitcast=True)[:, None]
         raw = held[part].index(slot).load(_TILE)
-        low, high = _low(w) * (_low(raw) * rate), _high(w) * (_high(raw) * rate)
+        low, high = low_of(w) * (low_of(raw) * rate), high_of(w) * (high_of(raw) * rate)
         place = h + (tile.to(gl.int64) * (32 * D) + column) + ((row * (D // 2))[:, None] + here)
-        gl.store(place, _word(low, high), mask=(row < count - tile * 64)[:, None])
+        gl.store(place, word_of(low, high), mask=(row < count - tile * 64)[:, None])
 
 
 @gluon.jit
@@ -180,11 +163,11 @@ def _mixed(words, told, i: gl.constexpr, part: gl.constexpr):
     c0, c1 = _weight(told, i, part), _weight(told, 4 + i, part)
     c2, c3 = _weight(told, 8 + i, part), _weight(told, 12 + i, part)
     new = _weight(told, 20 + i, part)
-    low = c0 * _low(words[0]) + c1 * _low(words[1])
-    low = low + c2 * _low(words[2]) + c3 * _low(words[3])
-    high = c0 * _high(words[0]) + c1 * _high(words[1])
-    high = high + c2 * _high(words[2]) + c3 * _high(words[3])
-    return _word(new * _low(words[4]) + low, new * _high(words[4]) + high)
+    low = c0 * low_of(words[0]) + c1 * low_of(words[1])
+    low = low + c2 * low_of(words[2]) + c3 * low_of(words[3])
+    high = c0 * high_of(words[0]) + c1 * high_of(words[1])
+    high = high + c2 * high_of(words[2]) + c3 * high_of(words[3])
+    return word_of(new * low_of(words[4]) + low, new * high_of(words[4]) + high)
 
 
 @gluon.jit
@@ -263,15 +246,15 @@ def slice_tiles(
                     stream = words[i]
                 fresh_words = fresh[i]._reinterpret(gl.int32, [1, 32, CH // 2], _WORDS)
                 fresh_words.index(0).slice((part % 2) * 16, 16).store(stream)
-                a, b = _low(stream), _high(stream)
+                a, b = low_of(stream), high_of(stream)
                 square += a * a
                 more += b * b
                 mixed = _weight(told, 16 + i, part)
                 low += mixed * a
                 high += mixed * b
-            collapsed = _word(low, high)
+            collapsed = word_of(low, high)
             held[part].index(turn % (_LAG + 1)).store(collapsed)
-            a, b = _low(collapsed), _high(collapsed)
+            a, b = low_of(collapsed), high_of(collapsed)
             gl.store(part_of + part_place(24, row, OWN), gl.sum(square + more, 1))
             gl.store(part_of + part_place(25, row, OWN), gl.sum(a * a + b * b, 1))
             if part % 2 == 1:

@@ -273,9 +273,8 @@ def launch(
         small = pairs * per_program <= 64 * 64
         tile = 16 if q_TNH.dtype is torch.float32 else 64 if values and small else 32
     joined = values and first.width % tile != 0
-    tiles = triton.cdiv(first.width, tile) + triton.cdiv(second.width, tile)
-    if joined:
-        tiles = triton.cdiv(first.width + second.width, tile)
+    runs = (first.width + second.width,) if joined else (first.width, second.width)
+    tiles = sum(triton.cdiv(width, tile) for width in runs)
     if splits is None:
         splits = max(1, min(_PROGRAMS // (count * head_blocks), tiles))
     per_split = max(1, triton.cdiv(tiles, splits))

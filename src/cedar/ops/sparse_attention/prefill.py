@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cedar.ops.devices import is_hopper, multiprocessors
 from cedar.ops.packed import row_width, unpack_rows
 from cedar.ops.sparse_attention import Rows, Source
 from cedar.ops.sparse_attention import prefill_triton as portable
@@ -71,7 +72,7 @@ def kernels_for(q_TNH: Tensor, sources: tuple[Rows, ...]) -> Kernels:
     """``gluon`` for Hopper, else ``triton``; both compute the same."""
     heads, width = q_TNH.shape[1:]
     rows = [s.rows_RH for s in sources]
-    if q_TNH.device.type != "cuda" or torch.cuda.get_device_capability(q_TNH.device) != (9, 0):
+    if not is_hopper(q_TNH.device):
         reason = "written for compute capability 9.0"
     elif width != _WIDEST:
         reason = f"written for heads {_WIDEST} wide; these are {width}"
@@ -174,7 +175,7 @@ def forward(
         from cedar.ops.sparse_attention import prefill_gluon_forward as hopper
 
         blocks = triton.cdiv(heads, 64)
-        programs = min(_multiprocessors(q_TNH.device), count * blocks)
+        programs = min(multiprocessors(q_TNH.device), count * blocks)
         hopper.forward_kernel[(programs,)](
             *arguments, count * blocks, programs, N=heads, BLOCKS=blocks, SAVE=save, num_warps=8
         )
@@ -344,7 +345,3 @@ def _head_group(q_TNH: Tensor) -> int:
 def _warps(values: int) -> int:
     """For an accumulator of twice so many values."""
     return 8 if values >= 32 * 256 else 4
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cedar.ops.devices import is_hopper, multiprocessors
 from cedar.ops.packed import row_width
 from cedar.ops.rope.reference import rotate
 from cedar.ops.sparse_attention import PackedRows, Rows, Source, packed_triton, prefill
@@ -208,7 +209,7 @@ def _launch_packed(
     count, heads, _ = q_TNH.shape
     blocks = triton.cdiv(heads, 64)
     items = count * blocks
-    programs = min(_multiprocessors(q_TNH.device), items)
+    programs = min(multiprocessors(q_TNH.device), items)
     cos, sin = (None, None) if rotary is None else (x.contiguous() for x in rotary)
     hopper.attend[(programs,)](
         q_TNH, out, sink_N, cos, sin, *near.or_nothing_of(far), *far.or_nothing_of(near),
@@ -247,8 +248,4 @@ def _fits_hopper(
             source.rows_RH.dtype is not torch.bfloat16 or unaligned(source.rows_RH)
         ):
             return False
-    return torch.cuda.get_device_capability(q_TNH.device) == (9, 0)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return is_hopper(q_TNH.device)
