@@ -25,7 +25,7 @@ from torch import Tensor
 from cedar.ops.rope.reference import rotate
 from cedar.ops.sparse_attention import PackedRows, Source
 from cedar.ops.sparse_attention import reference as plain
-from cedar.ops.sparse_attention import triton as kernel
+from cedar.ops.sparse_attention.triton import AttentionKernels
 from cedar.quant import FP4_MAIN, FP8_ROW
 
 HEADS, WIDTH, WINDOW, TOPK, TURNED = 64, 512, 128, 512, 64
@@ -86,6 +86,7 @@ def main() -> None:
     need_gpu()
     near, far = storages()
     report = Report("sparse_attention")
+    kernel = AttentionKernels()
     for requests, tokens in SIZES:
         queries = requests * tokens
         moved = queries * (WINDOW * 528 + TOPK * 288 + 2 * HEADS * WIDTH * 2)

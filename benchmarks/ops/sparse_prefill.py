@@ -36,7 +36,7 @@ from cedar.ops.packed import pack_rows
 from cedar.ops.rope.reference import rotate
 from cedar.ops.sparse_attention import PackedRows, Rows, prefill
 from cedar.ops.sparse_attention import reference as plain
-from cedar.ops.sparse_attention import triton as forward_kernel
+from cedar.ops.sparse_attention.triton import AttentionKernels
 from cedar.quant import FP4_MAIN
 
 Case = tuple[Tensor, tuple[Rows, ...], Tensor, float]
@@ -222,7 +222,7 @@ def measure_packed(report: Report, queries: int) -> None:
     flop = 4 * queries * 64 * 640 * 512
     angle = 6 * torch.rand(queries, 32, device="cuda")
     rotary = (angle.cos(), angle.sin())
-    call = partial(forward_kernel.rotated_attention, q, (near, packed), sink, scale, rotary)
+    call = partial(AttentionKernels().rotated_attention, q, (near, packed), sink, scale, rotary)
     last = slice(queries - 8, queries)
     turn = (rotary[0][last], rotary[1][last])
     sources = (

@@ -1,5 +1,7 @@
 """Sparse attention over packed rows on a device against the plain reference in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,11 @@ pytestmark = [
 pytest.importorskip("triton")
 
 if torch.cuda.is_available():
+    from cedar.ops.sparse_attention import shared_launch
     from cedar.ops.sparse_attention import triton as attention
+
+    COUNTERS = shared_launch.Counters()
+    KERNELS = attention.AttentionKernels()
 
 Case = tuple[Tensor, tuple[Source, ...], Tensor, float]
 Rotary = tuple[Tensor, Tensor]
@@ -38,7 +44,7 @@ def angles(queries: int, pairs: int) -> Rotary:
     return angle.cos(), angle.sin()
 
 
-def attended(case: Case, rotary: Rotary | None = None, **options: int | None) -> Tensor:
+def attended(case: Case, rotary: Rotary | None = None, **options: Any) -> Tensor:
     """Two launches over poison that agree bit for bit, whatever finishes first."""
     q, sources, sink, scale = case
     first, second = (torch.full_like(q, torch.nan) for _ in range(2))
@@ -46,6 +52,11 @@ def attended(case: Case, rotary: Rotary | None = None, **options: int | None) ->
         attention.launch(q, sources, sink, scale, out, rotary, **options)
     assert_bitwise(first, second)
     return first
+
+
+def shared(case: Case, rotary: Rotary | None = None) -> Tensor:
+    """The same of programs that join their shares themselves."""
+    return attended(case, rotary, by_hand=True, counters=COUNTERS)
 
 
 def exact(case: Case) -> Tensor:
@@ -95,7 +106,7 @@ def test_any_size(heads: int, width: int, kinds: tuple[str, ...], dtype: torch.d
         assert_bitwise(attended(case, rotary, splits=splits), rotate(apart, *rotary, inverse=True))
 
 
-@pytest.mark.parametrize("queries", [1, 6, 32, 60, 140, 300])
+@pytest.mark.parametrize("queries", [1, 6, 12, 32, 60, 140, 300])
 @pytest.mark.parametrize("kinds", [("window", "main"), ("values", "main"), ("values", "values")])
 def test_released_sizes(queries: int, kinds: tuple[str, str]) -> None:
     """Split or not; the rotation is the plain one bit for bit."""
@@ -134,15 +145,96 @@ def test_odd_sizes_at_the_released_width(
         assert (out[0] == 0).all()
 
 
+@pytest.mark.parametrize("queries", [1, 6, 8, 9, 16, 17, 32, 33])
+def test_few_queries(queries: int) -> None:
+    """Every number of shares; which program is last does not matter; the rotation bit for bit."""
+    case, rotary = case_of(queries=queries, pitch=64), angles(queries, 32)
+    out = shared(case)
+    near(out, exact(case))
+    q, *rest = case
+    turned = shared(case, rotary)
+    apart = shared((rotate(q, *rotary), *rest))
+    assert_bitwise(turned, rotate(apart, *rotary, inverse=True))
+    for _ in range(200):
+        assert_bitwise(KERNELS.rotated_attention(*case, rotary), turned)
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "slots"),
+    [(9, 64, (100, 37)), (3, 128, (1, 300)), (16, 128, (77, 511)), (7, 64, (128, 1))],
+)
+def test_few_queries_with_empty_slots(queries: int, heads: int, slots: tuple[int, int]) -> None:
+    """Some shares have no row at all, the first query none in any."""
+    case = case_of(queries=queries, heads=heads, slots=slots, pitch=64)
+    out = shared(case)
+    near(out, exact(case))
+    assert (out[0] == 0).all()
+    q, (window, main), sink, scale = case
+    for sources in (
+        (window._replace(slots_TK=torch.full_like(window.slots_TK, -1)), main),
+        (window, main._replace(slots_TK=torch.full_like(main.slots_TK, -1))),
+    ):
+        near(shared((q, sources, sink, scale)), exact((q, sources, sink, scale)))
+
+
+def test_few_queries_after_others() -> None:
+    """Launches of all sizes, one after the other, each waiting for its own programs only."""
+    cases = [case_of(queries=n, seed=n) for n in (33, 1, 16, 6, 32, 8, 17, 9)]
+    rotaries = [angles(len(c[0]), 32) for c in cases]
+    want = [shared(c, r) for c, r in zip(cases, rotaries, strict=True)]
+    for _ in range(50):
+        found = [KERNELS.rotated_attention(*c, r) for c, r in zip(cases, rotaries, strict=True)]
+        for one, other in zip(found, want, strict=True):
+            assert_bitwise(one, other)
+
+
+def test_few_queries_in_graphs() -> None:
+    """Two graphs with launches of several sizes, in turns, and launches between their replays."""
+    sizes = ((1, 32, 6), (16, 8, 33))
+    cases = [[case_of(queries=n, seed=n) for n in some] for some in sizes]
+    want = [[shared(c) for c in some] for some in cases]
+    graphs, found = [], []
+    for some in cases:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found.append([KERNELS.sparse_attention(*c) for c in some])
+        graphs.append(graph)
+    for _ in range(50):
+        for graph, outs, values in zip(graphs, found, want, strict=True):
+            for out in outs:
+                out.fill_(torch.nan)
+            graph.replay()
+            for one, other in zip(outs, values, strict=True):
+                assert_bitwise(one, other)
+        assert_bitwise(KERNELS.sparse_attention(*cases[0][1]), want[0][1])
+
+
+@pytest.mark.parametrize("digits", [-60, -20, 20])
+@pytest.mark.parametrize("queries", [2, 12, 30])
+def test_shares_of_any_size(queries: int, digits: int) -> None:
+    """What programs leave to each other keeps its precision, however large the rows are."""
+    g = torch.Generator().manual_seed(5)
+    values = torch.randn(300, 512, generator=g) * torch.exp2(-torch.arange(300.0) % 9).unsqueeze(1)
+    raw = pack(values, FP8_ROW).cuda()
+    raw[:, 512:] += digits  # the scales, which are powers of two
+    q, (window, main), sink, _ = case_of(queries=queries)
+    sources = (
+        PackedRows(raw, window.slots_TK.clamp(max=299), FP8_ROW),
+        main._replace(slots_TK=torch.full_like(main.slots_TK, -1)),
+    )
+    case = (q, sources, sink, 2.0**-digits / 32)
+    near(shared(case), exact(case))
+
+
 def test_in_a_graph() -> None:
     cases = [case_of(queries=n) for n in (1, 30, 60, 7)]
     rotaries = [angles(len(c[0]), 32) for c in cases]
     for case, rotary in zip(cases, rotaries, strict=True):
-        attention.rotated_attention(*case, rotary)
-    want = [attention.rotated_attention(*c, r) for c, r in zip(cases, rotaries, strict=True)]
+        KERNELS.rotated_attention(*case, rotary)
+    want = [KERNELS.rotated_attention(*c, r) for c, r in zip(cases, rotaries, strict=True)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [attention.rotated_attention(*c, r) for c, r in zip(cases, rotaries, strict=True)]
+        found = [KERNELS.rotated_attention(*c, r) for c, r in zip(cases, rotaries, strict=True)]
     for _ in range(50):
         graph.replay()
     for one, other in zip(found, want, strict=True):

@@ -19,7 +19,7 @@ from cedar.engine.params import SamplingParams
 from cedar.engine.runner import Decoding, Runner
 from cedar.engine.runner_protocol import Work
 from cedar.model import Batch
-from cedar.ops import select_ops
+from cedar.ops import select_ops, with_operations
 from cedar.testing.tiny import random_tokens
 
 pytestmark = [
@@ -43,6 +43,31 @@ def test_golden_parity_on_the_device(name: str, kernels: bool, request: Any) -> 
         request.applymarker(pytest.mark.xfail(reason=KNOWN[name], strict=True))
     report = run_parity(GOLDEN, name, device="cuda", ops=select_ops("cuda", kernels=kernels))
     assert report.failures == ()
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_golden_parity_but_for_last_bits(name: str, kernels: bool) -> None:
+    """Where a last bit decides, some noise in the last bit gives every number of the golden set.
+
+    So nothing else is different: a mistake would stay in every draw.
+    """
+    ops = select_ops("cuda", kernels=kernels)
+
+    def holds(seed: int) -> bool:
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+
+        def rms_norm(*args: Any, **options: Any) -> torch.Tensor:
+            y = ops.rms_norm(*args, **options)
+            if y.dtype != torch.float32:
+                return y
+            noise = torch.randn(y.shape, generator=generator, device="cuda")
+            return y * (1 + 6e-8 * noise)  # half of a float32's last bit
+
+        changed = with_operations(ops, rms_norm=rms_norm)
+        return run_parity(GOLDEN, name, device="cuda", ops=changed).failures == ()
+
+    assert any(holds(seed) for seed in range(8))
 
 
 @cache

@@ -125,7 +125,7 @@ def test_rotated_attention_takes_every_input() -> None:
     )
     angle = torch.arange(24.0).view(3, 8)
     rotary = (angle.cos(), angle.sin())
-    rotated = kernel.rotated_attention
+    rotated = kernel.AttentionKernels().rotated_attention
     assert "34 rotated" in (kernel.unsupported(q, sources, (torch.ones(3, 17),) * 2) or "")
     want = plain.rotated_attention(q, sources, sink, scale, rotary)
     assert_close(rotated(q, sources, sink, scale, rotary), want, FLOAT32)
@@ -211,6 +211,7 @@ def test_strided_queries_and_slots() -> None:
 
 
 def test_what_it_cannot_take_goes_to_the_reference() -> None:
+    attention = kernel.AttentionKernels()
     q, sources, sink, scale = attention_case(
         seed=9, queries=2, heads=2, width=32, kinds=("window", "main"), slots=(8, 20)
     )
@@ -223,17 +224,18 @@ def test_what_it_cannot_take_goes_to_the_reference() -> None:
         ((q[..., :24].contiguous(), (third,)), "width 24"),
     ):
         assert why in (kernel.unsupported(*case) or "")
-    found = kernel.sparse_attention(q, (*sources, third), sink, scale)
+    found = attention.sparse_attention(q, (*sources, third), sink, scale)
     assert_bitwise(found, plain.sparse_attention(q, (*sources, third), sink, scale))
-    learned = kernel.sparse_attention(q.requires_grad_(), sources, sink, scale)
+    learned = attention.sparse_attention(q.requires_grad_(), sources, sink, scale)
     assert learned.requires_grad
 
 
 def test_nothing_to_do() -> None:
+    attention = kernel.AttentionKernels()
     q, sources, sink, scale = attention_case(
         seed=10, queries=2, heads=2, width=32, kinds=("window", "main"), slots=(8, 20)
     )
-    assert kernel.sparse_attention(
+    assert attention.sparse_attention(
         q[:0], tuple(s._replace(slots_TK=s.slots_TK[:0]) for s in sources), sink, scale
     ).shape == (0, 2, 32)
     nothing = tuple(s._replace(slots_TK=s.slots_TK[:, :0]) for s in sources)
@@ -242,4 +244,4 @@ def test_nothing_to_do() -> None:
         nothing,
         (sources[0]._replace(raw_RB=sources[0].raw_RB[:0], slots_TK=torch.full((2, 8), -1)),),
     ):
-        assert_bitwise(kernel.sparse_attention(q, few, sink, scale), torch.zeros_like(q))
+        assert_bitwise(attention.sparse_attention(q, few, sink, scale), torch.zeros_like(q))

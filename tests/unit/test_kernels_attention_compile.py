@@ -16,6 +16,8 @@ from cedar.ops.sparse_attention import (  # noqa: E402
     Source,
     packed_gluon,
     packed_triton,
+    shared_gluon,
+    shared_launch,
     window_gluon,
 )
 from cedar.ops.sparse_attention import triton as attention  # noqa: E402
@@ -41,6 +43,7 @@ def compiled(
     window: str = "packed",
     rotated: bool = True,
     by_hand: bool = True,
+    counters: shared_launch.Counters | None = None,
 ) -> list[Compiled]:
     """What a call launches, compiled; ``rotated`` by the last 64 channels, or all."""
 
@@ -53,12 +56,18 @@ def compiled(
     far = PackedRows(empty(4096, width * 9 // 16, dtype=torch.uint8), slots(512), FP4_MAIN)
     angles = empty(queries, min(64, width) // 2, dtype=torch.float32)
     q = empty(queries, heads, width)
-    with recorded(packed_triton, packed_gluon, window_gluon) as launches:
+    with recorded(packed_triton, packed_gluon, shared_gluon, window_gluon) as launches:
         attention.launch(
             q, (near, far), empty(heads, dtype=torch.float32), 0.05, empty(*q.shape),
             (angles, angles) if rotated else None, by_hand=by_hand,
+            counters=counters,
         )  # fmt: skip
     return [launch.compile() for launch in launches]
+
+
+def counted(kernel: Compiled, *names: str) -> int:
+    """Instructions whose name begins with one of ``names``."""
+    return sum(n for name, n in kernel.operations.items() if name.startswith(names))
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -67,7 +76,7 @@ def test_decode_at_the_released_shape(queries: int, rotated: bool) -> None:
     """A loop for the window and one for main KV, each with its 32 products for the scores."""
     kernel, *combine = compiled(queries, rotated=rotated)
     assert kernel.shared <= 227 << 10
-    products = sum(n for name, n in kernel.operations.items() if name.startswith("HGMMA"))
+    products = counted(kernel, "HGMMA")
     assert products == (96 if queries == 128 else 80)
     assert len(combine) == (0 if queries == 128 else 1)
     for part in (kernel, *combine):
@@ -76,12 +85,33 @@ def test_decode_at_the_released_shape(queries: int, rotated: bool) -> None:
 
 
 @pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("queries", "tiles", "rows"), [(32, 2, 160), (12, 1, 96), (8, 1, 64)])
+def test_few_queries_at_the_released_shape(
+    queries: int, tiles: int, rows: int, rotated: bool
+) -> None:
+    """One launch: 32 products for the scores of each tile, one of the output for 16 rows."""
+    (kernel,) = compiled(queries, rotated=rotated, counters=shared_launch.Counters())
+    assert kernel.shared <= 227 << 10
+    assert kernel.stack == 0
+    assert not kernel.uses("LDL", "STL")
+    assert not kernel.overwritten
+    # Of the output: two groups of warps, each in two parts.
+    assert counted(kernel, "HGMMA") == 32 * (1 + tiles) + 4 * rows // 16
+    assert kernel.uses("LDG.E.128")
+    assert kernel.uses("STG.E.128")
+    # Each of two groups adds once to what all wait for, with all before it written; what it reads
+    # afterwards does not come from before: two releases, two acquires.
+    assert counted(kernel, "REDG", "ATOMG") == counted(kernel, "MEMBAR.ALL.GPU") == 2
+    assert counted(kernel, "CCTL.IVALL") == 2
+
+
+@pytest.mark.parametrize("rotated", [True, False])
 def test_prefill_at_the_released_shape(rotated: bool) -> None:
     """Each group of warps: 32 products for the scores of a tile, 8 for its half of the output."""
     (kernel,) = compiled(4096, window="values", rotated=rotated)
     assert kernel.shared <= 227 << 10
     # The scores of a query's first tile, and of the others; the last tile's output is apart.
-    products = sum(n for name, n in kernel.operations.items() if name.startswith("HGMMA"))
+    products = counted(kernel, "HGMMA")
     assert products == 2 * (2 * 32 + 2 * 8)
     assert kernel.uses("LDG.E.128")
     # Products run on while warps do something else: nobody waits after each of them.

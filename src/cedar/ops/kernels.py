@@ -43,7 +43,7 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
             return "; this Triton lacks Gluon, which the one for the released shape needs"
         return "; at the released shape one written for Hopper by hand (Gluon)"
 
-    products = LinearKernels()
+    products, attention = LinearKernels(), sparse_attention.AttentionKernels()
     mixture = MixtureKernels(route.router, experts.experts)
     rows = "reads packed rows in place; with gradients, too" + by_hand(sparse_attention)
     few = "few tokens: reads packed weights once, norm and cast of the input included"
@@ -68,10 +68,8 @@ def kernels(*, hopper: bool) -> dict[str, Kernel]:
         "engram_ids": Kernel(engram_hash.engram_ids, "one launch for all layers and the history"),
         "engram_rows": Kernel(engram_rows.engram_rows, "reads packed rows, in host memory, too"),
         "engram_gate": Kernel(engram_gate.engram_gate, "one launch"),
-        "sparse_attention": Kernel(sparse_attention.sparse_attention, rows),
-        "rotated_attention": Kernel(
-            sparse_attention.rotated_attention, rows + "; rotations included"
-        ),
+        "sparse_attention": Kernel(attention.sparse_attention, rows),
+        "rotated_attention": Kernel(attention.rotated_attention, rows + "; rotations included"),
         "index_prefill": Kernel(
             index_prefill.index_prefill,
             "products of heads stay on the chip; forward only" + by_hand(index_prefill),

@@ -15,8 +15,9 @@ from cedar.ops.sparse_attention.prefill_gluon import HEADS, WIDTH
 from cedar.ops.triton_unpack import FP4_LIFT, FP8_LIFT
 
 __all__ = [
-    "ROTARY_WIDTH", "column_halves", "columns_joined", "copy_queries", "copy_values", "load_raw",
-    "load_turned", "rotate_pairs", "slots_of", "turn_queries", "unpack_main", "unpack_window",
+    "FP4_WORDS", "FP8_WORDS", "ROTARY_WIDTH", "column_halves", "columns_joined", "copy_queries",
+    "copy_values", "load_raw", "load_turned", "rotate_pairs", "slots_of", "turn_queries",
+    "unpack_main", "unpack_window",
 ]  # fmt: skip
 
 TILE = gl.constexpr(64)
@@ -58,7 +59,7 @@ _TURN = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))  # pairs 
 
 # Byte k of a word holds channels 2k and 2k + 1: one nibble to each half of a register, then sign to
 # bit 15 and magnitude to bits 8-6: value x 2^-126.
-_FP4_WORDS = gl.constexpr(
+FP4_WORDS = gl.constexpr(
     """
     {
     .reg .b32 h, m;
@@ -87,7 +88,7 @@ _FP4_WORDS = gl.constexpr(
     """
 )
 # A byte to the upper half of each half of a register, its magnitude to bits 10-4: value x 2^-120.
-_FP8_WORDS = gl.constexpr(
+FP8_WORDS = gl.constexpr(
     """
     {
     .reg .b32 m, n;
@@ -193,7 +194,7 @@ def unpack_main(raw, scales, words):
     # Where float32 keeps them these bits are the scale x 2^-120; exact in bfloat16.
     factor = bits.to(gl.float32, bitcast=True) * 2.0**120 * (FP4_LIFT * 1.0)
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        _FP4_WORDS,
+        FP4_WORDS,
         "=&r,=&r,=&r,=&r,r,r",
         [raw, _spread(factor.to(gl.int32, bitcast=True))],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
@@ -212,7 +213,7 @@ def unpack_window(raw, scales, words):
     bits = gl.minimum(exponent + FP8_LIFT, 254) << 23
     bits = bits[:, :, None] | gl.zeros([TILE, 8, 4], gl.int32, _SCALES)
     w0, w1 = gl.inline_asm_elementwise(
-        _FP8_WORDS,
+        FP8_WORDS,
         "=&r,=&r,r,r",
         [raw, _spread(bits)],
         dtype=(gl.int32, gl.int32),

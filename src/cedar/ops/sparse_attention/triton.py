@@ -5,11 +5,12 @@ Bytes, released sizes: ``T x (128 x 528 + 512 x 288 + 2 x 2NH)`` = T x 346 KB; F
 ``T x 4 N K H`` over all K slots = T x 83.9 M. Above some 190 FLOP a byte: bound by the tensor cores
 from a few dozen queries on, by latency below that.
 
-For heads 512 wide on Hopper there are `window_gluon` (decode) and `packed_gluon` (prefill, and
-everything else); `packed_triton` does the rest. Few queries are split and their shares joined in a
-second launch; else there is one. The sink enters at the very end, so that the rounded exponentials
-are measured from the scores' own maximum. Queries may be rotated as they are read and the output
-rotated back before it is written.
+For heads 512 wide on Hopper there are `shared_gluon` (decode of up to a quarter as many queries as
+there are multiprocessors), `window_gluon` (decode of more) and `packed_gluon` (prefill, and
+everything else); `packed_triton` does the rest. Few queries are split, and their shares joined by
+`shared_gluon` itself, else in a second launch. The sink enters at the very end, so that the rounded
+exponentials are measured from the scores' own maximum. Queries may be rotated as they are read and
+the output rotated back before it is written.
 
 Numbers: operands are in q's type (packed rows are exact in bfloat16 and wider), the exponentials
 are rounded to it before they meet the values, sums are float32.
@@ -42,11 +43,11 @@ from cedar.quant import FP4_MAIN, FP8_ROW
 
 try:  # Gluon is young and cannot be interpreted; without it the portable kernel does everything
     from cedar.ops.sparse_attention import packed_gluon as hopper
-    from cedar.ops.sparse_attention import window_gluon
+    from cedar.ops.sparse_attention import shared_launch, window_gluon
 except Exception:
     hopper = None
 
-__all__ = ["launch", "rotated_attention", "sparse_attention", "unsupported"]
+__all__ = ["AttentionKernels", "launch", "unsupported"]
 
 _WIDEST = 512
 _PROGRAMS = 132  # multiprocessors of an H200
@@ -88,36 +89,44 @@ def unsupported(
     return None
 
 
-def sparse_attention(
-    q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
-) -> Tensor:
-    """`cedar.ops.sparse_attention.SparseAttention`; what no kernel takes goes to the reference."""
-    if _learned(q_TNH, sources, sink_N):
-        return prefill.sparse_attention(q_TNH, sources, sink_N, scale)
-    if unsupported(q_TNH, sources) is not None:
-        return plain.sparse_attention(q_TNH, sources, sink_N, scale)
-    out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    if out.numel():
-        launch(q_TNH, sources, sink_N, scale, out)
-    return out
+class AttentionKernels:
+    """Both operations. Holds counters (`cedar.ops.sparse_attention.shared_launch.Counters`), so
+    launches that may overlap need instances of their own.
+    """
 
+    def __init__(self) -> None:
+        self._counters = None if hopper is None else shared_launch.Counters()
 
-def rotated_attention(
-    q_TNH: Tensor,
-    sources: tuple[Source, ...],
-    sink_N: Tensor,
-    scale: float,
-    rotary: tuple[Tensor, Tensor],
-) -> Tensor:
-    """`cedar.ops.sparse_attention.RotatedAttention`; the same, around it the plain rotation."""
-    learned = _learned(q_TNH, sources, sink_N)
-    if learned or unsupported(q_TNH, sources, rotary) is not None:
-        o = sparse_attention(rotate(q_TNH, *rotary), sources, sink_N, scale)
-        return rotate(o, *rotary, inverse=True)
-    out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    if out.numel():
-        launch(q_TNH, sources, sink_N, scale, out, rotary)
-    return out
+    def sparse_attention(
+        self, q_TNH: Tensor, sources: tuple[Source, ...], sink_N: Tensor, scale: float
+    ) -> Tensor:
+        """`cedar.ops.sparse_attention.SparseAttention`; the reference takes what no kernel can."""
+        if _learned(q_TNH, sources, sink_N):
+            return prefill.sparse_attention(q_TNH, sources, sink_N, scale)
+        if unsupported(q_TNH, sources) is not None:
+            return plain.sparse_attention(q_TNH, sources, sink_N, scale)
+        out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if out.numel():
+            launch(q_TNH, sources, sink_N, scale, out, counters=self._counters)
+        return out
+
+    def rotated_attention(
+        self,
+        q_TNH: Tensor,
+        sources: tuple[Source, ...],
+        sink_N: Tensor,
+        scale: float,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`cedar.ops.sparse_attention.RotatedAttention`; the same, around it the plain rotation."""
+        learned = _learned(q_TNH, sources, sink_N)
+        if learned or unsupported(q_TNH, sources, rotary) is not None:
+            o = self.sparse_attention(rotate(q_TNH, *rotary), sources, sink_N, scale)
+            return rotate(o, *rotary, inverse=True)
+        out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if out.numel():
+            launch(q_TNH, sources, sink_N, scale, out, rotary, counters=self._counters)
+        return out
 
 
 def launch(
@@ -133,11 +142,13 @@ def launch(
     stages: int = 2,
     warps: int | None = None,
     by_hand: bool | None = None,
+    counters: "shared_launch.Counters | None" = None,
 ) -> None:
     """Run the kernels; ``tile`` slots at a time, a query's slots over ``splits`` programs.
 
-    by_hand: use the kernels written for Hopper; by default where they fit. The other options are
-    for measurements.
+    by_hand: use the kernels written for Hopper; by default where they fit. counters: programs that
+    share a query may wait for each other; without, a second launch joins what they found. The other
+    options are for measurements.
     """
     near, far = held(sources)
     if by_hand is None:
@@ -151,7 +162,12 @@ def launch(
         near, far = None, near
     first, second = (argument(s, q_TNH.dtype, True) for s in (near, far))
     listed = first.width + second.width <= _MOST_LISTED and q_TNH.shape[1] % 64 == 0
-    if first.kind == FP8 and listed:
+    shares = 0
+    if counters is not None:
+        shares = shared_launch.splits_for(q_TNH, first, second, multiprocessors(q_TNH.device))
+    if shares:
+        shared_launch.launch(q_TNH, first, second, sink_N, scale, out, rotary, shares, counters)
+    elif first.kind == FP8 and listed:
         _launch_window(q_TNH, first, second, sink_N, scale, out, rotary, tile, splits)
     else:
         _launch_packed(q_TNH, first, second, sink_N, scale, out, rotary)
