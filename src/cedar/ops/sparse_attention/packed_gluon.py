@@ -32,6 +32,7 @@ from cedar.ops.sparse_attention.packed_gluon_rows import (
     copy_values,
     load_raw,
     load_turned,
+    normaliser,
     rotate_pairs,
     slots_of,
     turn_queries,
@@ -185,16 +186,6 @@ def _softmax(s, slots, scale, digits, top, total, acc):
 
 
 @gluon.jit
-def _factor(top, total, sinks):
-    """What the unnormalised output is multiplied with; all in binary logarithms."""
-    high = gl.maximum(top, sinks)
-    high = gl.where(high == float("-inf"), 0.0, high)
-    kept = gl.exp2(top - high)
-    below = total * kept + gl.exp2(sinks - high)
-    return gl.where(below > 0, kept / below, 0.0)
-
-
-@gluon.jit
 def _turned_back(y, cos, sin, t, LAYOUT: gl.constexpr):
     """bfloat16 ``[rows, 256]``, the last channels: those that were rotated are rotated back."""
     first, second = column_halves(y)
@@ -275,7 +266,7 @@ def _multiply(
         t = (item // BLOCKS).to(gl.int64)
         head = first + gl.arange(0, HEADS, layout=gl.SliceLayout(1, _SCORE))
         sinks = gl.load(sink + head, mask=head < N, other=0.0).to(gl.float32)
-        factor = _factor(top, total, sinks * 1.4426950408889634)
+        factor = normaliser(top, total, sinks * 1.4426950408889634)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, _OUT))
         y = gl.convert_layout((acc * factor[:, None]).to(gl.bfloat16), _STORE)
         if ROTARY and FIRST:

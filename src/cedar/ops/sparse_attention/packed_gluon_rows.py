@@ -3,6 +3,8 @@
 A thread holds 64 bytes of each of two rows, and eight rows lie side by side in a warp, so that
 what it writes to swizzled memory meets no other thread's bank. Values come out
 2^-MAIN_SHRINK or 2^-WINDOW_SHRINK times too small (`cedar.ops.triton_unpack`), channels in order.
+
+Beside it what the other kernels for Hopper share: pairs rotated, halves of columns, `normaliser`.
 """
 
 # mypy: ignore-errors
@@ -16,8 +18,8 @@ from cedar.ops.triton_unpack import FP4_LIFT, FP8_LIFT
 
 __all__ = [
     "FP4_WORDS", "FP8_WORDS", "ROTARY_WIDTH", "column_halves", "columns_joined", "copy_queries",
-    "copy_values", "load_raw", "load_turned", "rotate_pairs", "slots_of", "turn_queries",
-    "unpack_main", "unpack_window",
+    "copy_values", "load_raw", "load_turned", "normaliser", "rotate_pairs", "slots_of",
+    "turn_queries", "unpack_main", "unpack_window",
 ]  # fmt: skip
 
 TILE = gl.constexpr(64)
@@ -318,3 +320,13 @@ def turn_queries(x, c, s, q_smem):
     even, odd = rotate_pairs(even, odd, c[None, :], s[None, :])
     turned = gl.reshape(gl.join(even, odd), [HEADS, ROTARY_WIDTH])
     q_smem.slice(WIDTH - ROTARY_WIDTH, ROTARY_WIDTH, dim=1).store(turned)
+
+
+@gluon.jit
+def normaliser(top, total, sink):
+    """What the unnormalised output is multiplied with; all in binary logarithms."""
+    high = gl.maximum(top, sink)
+    high = gl.where(high == float("-inf"), 0.0, high)
+    kept = gl.exp2(top - high)
+    below = total * kept + gl.exp2(sink - high)
+    return gl.where(below > 0, kept / below, 0.0)

@@ -27,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from cedar.ops.sparse_attention.packed_gluon_rows import ROTARY_WIDTH, column_halves
+from cedar.ops.sparse_attention.packed_gluon_rows import ROTARY_WIDTH, column_halves, normaliser
 from cedar.ops.sparse_attention.packed_triton import LOG2E
 from cedar.ops.sparse_attention.prefill_gluon import HEADS, PLAIN, WIDTH, barrier
 from cedar.ops.sparse_attention.shared_gluon_rows import most
@@ -152,16 +152,6 @@ def _read(part, stats, split, head, SPLITS: gl.constexpr, CHANNELS: gl.constexpr
 
 
 @gluon.jit
-def _factor(top, total, sink):
-    """What the unnormalised output is multiplied with; all in binary logarithms."""
-    high = gl.maximum(top, sink)
-    high = gl.where(high == float("-inf"), 0.0, high)
-    kept = gl.exp2(top - high)
-    below = total * kept + gl.exp2(sink - high)
-    return gl.where(below > 0, kept / below, 0.0)
-
-
-@gluon.jit
 def _joined(
     own, tops, totals, shares, sinks, split, SPLITS: gl.constexpr, CHANNELS: gl.constexpr
 ):  # fmt: skip
@@ -179,7 +169,7 @@ def _joined(
     y = _restored(own.load(_FLAT), CHANNELS) * kept[:, None]
     for n in gl.static_range(SPLITS):
         y += _restored(shares[n], CHANNELS) * weights[n][:, None]
-    return y * _factor(top, total, sinks)[:, None]
+    return y * normaliser(top, total, sinks)[:, None]
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from cedar.ops.sparse_attention.packed_gluon_rows import (
     ROTARY_WIDTH,
     column_halves,
     columns_joined,
+    normaliser,
     rotate_pairs,
 )
 from cedar.ops.triton_unpack import (
@@ -198,16 +199,6 @@ def _accumulate(
 
 
 @gluon.jit
-def _finish(top, total, sink):
-    """What the unnormalised output is multiplied with; all in binary logarithms."""
-    high = gl.maximum(top, sink)
-    high = gl.where(high == float("-inf"), 0.0, high)
-    kept = gl.exp2(top - high)
-    below = total * kept + gl.exp2(sink - high)
-    return gl.where(below > 0, kept / below, 0.0)
-
-
-@gluon.jit
 def _turned(even, odd, cos, sin, t, BACK: gl.constexpr):
     """bfloat16 pairs of a query, up to the last; those that have an angle rotated, or back."""
     LAYOUT: gl.constexpr = even.type.layout
@@ -338,7 +329,7 @@ def attend(
         target = part + (row + first_head) * 512
     else:
         sinks = gl.load(sink + head_top).to(gl.float32) * 1.4426950408889634
-        factor = gl.convert_layout(_finish(top, total, sinks), gl.SliceLayout(1, OUT))[:, None]
+        factor = gl.convert_layout(normaliser(top, total, sinks), gl.SliceLayout(1, OUT))[:, None]
         even, odd = (acc_even * factor).to(gl.bfloat16), (acc_odd * factor).to(gl.bfloat16)
         if ROTARY:
             even, odd = _turned(even, odd, cos, sin, t, True)
