@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cedar.ops.sparse_attention.packed_gluon_rows import ROTARY_WIDTH, rotate_pairs
+from cedar.ops.sparse_attention.packed_gluon_rows import ROTARY_WIDTH, turn_queries
 from cedar.ops.sparse_attention.prefill_gluon import HEADS, WIDTH
 from cedar.ops.sparse_attention.shared_gluon_rows import (
     NEAR_ROWS,
@@ -104,11 +104,7 @@ def finish_queries(turned, q_smem, ROTARY: gl.constexpr):
     """Rotate the last channels on their way to shared memory."""
     if ROTARY:
         x, c, s = turned
-        even, odd = gl.split(gl.reshape(x, [HEADS, ROTARY_WIDTH // 2, 2]))
-        even, odd = gl.convert_layout(even, _TURN), gl.convert_layout(odd, _TURN)
-        even, odd = rotate_pairs(even, odd, c[None, :], s[None, :])
-        turned = gl.reshape(gl.join(even, odd), [HEADS, ROTARY_WIDTH])
-        q_smem.slice(WIDTH - ROTARY_WIDTH, ROTARY_WIDTH, dim=1).store(turned)
+        turn_queries(x, c, s, q_smem)
 
 
 @gluon.jit
